@@ -1,0 +1,105 @@
+"""What a fix is, and the states it can be in."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from .code_edit import Edit
+
+
+class FixRefused(RuntimeError):
+    """A requested fix is refused and ``VLLM_CGFIX_STRICT=1`` asks to stop for that."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fix:
+    """One correction of vLLM, as edits of its source files.
+
+    Attributes:
+        id: what users type in ``VLLM_CGFIX``.
+        title: one line, what the fix changes.
+        symptom: one line, what users see without it, in their words.
+        error_patterns: regular expressions (case ignored) of log or error text that points
+            to the fault.
+        upstream: the pull requests or issues behind it, such as ``"PR 27382"``.
+        scope: which of vLLM's model runners it concerns, such as ``"V1 runner"``.
+        releases: the vLLM releases that need it, each proved by ``tests/releases``.
+        edits: module name to the edits of that module's source file. A fix is applied to all
+            of them or to none.
+        witnesses: paths (``vllm/...``) of files that the edits rely on without touching them;
+            where one differs from every release in ``releases`` the fix is refused.
+    """
+
+    id: str
+    title: str
+    symptom: str
+    error_patterns: tuple[str, ...]
+    upstream: tuple[str, ...]
+    scope: str
+    releases: tuple[str, ...]
+    edits: Mapping[str, tuple[Edit, ...]]
+    witnesses: tuple[str, ...] = ()
+
+    @property
+    def edited_files(self) -> tuple[str, ...]:
+        """The paths (``vllm/...``) of the files that the fix edits."""
+        return tuple(module_path(module) for module in self.edits)
+
+
+def module_path(module: str) -> str:
+    """The path of a module's source file, as a wheel lists it.
+
+    >>> module_path("vllm.v1.worker.gpu_model_runner")
+    'vllm/v1/worker/gpu_model_runner.py'
+    """
+    return module.replace(".", "/") + ".py"
+
+
+class State(str, enum.Enum):
+    """The state of a fix; the value is what logs and the command line show."""
+
+    OFF = "off"
+    """Not asked for, or undone."""
+    NOT_NEEDED = "not-needed"
+    """This release never had the fault, or has the fix."""
+    PENDING = "pending"
+    """Decided; a module that it edits is not imported yet in this process."""
+    APPLIED = "applied"
+    """The live code of this process is the edited code."""
+    REFUSED = "refused"
+    """Not applied, and nothing of it is; the reason says why."""
+    LOST = "lost"
+    """It was applied, but the module has been reloaded or its functions replaced since."""
+
+
+@dataclass
+class FixStatus:
+    """A fix and where it stands.
+
+    Attributes:
+        fix: the fix.
+        state: its state.
+        reason: why, in a sentence; empty where the state says it all.
+        remedy: what the user can do about a refusal; empty otherwise.
+        release: the release whose sources were found, such as ``"0.11.2"``; None if unknown.
+        notes: further facts, such as the wrapper that a function was edited beneath.
+    """
+
+    fix: Fix
+    state: State
+    reason: str = ""
+    remedy: str = ""
+    release: str | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        text = f"{self.fix.id} {self.state.value}"
+        if self.state in (State.PENDING, State.APPLIED):
+            text += f" ({self.fix.scope})"
+        if self.reason:
+            text += f": {self.reason}"
+        if self.remedy:
+            text += f" -> {self.remedy}"
+        return text + "".join(f" [{note}]" for note in self.notes)

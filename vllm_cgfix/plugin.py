@@ -1,0 +1,292 @@
+"""Settings to decisions to hooks to edited code, and the log lines that say so.
+
+One :class:`_Process` holds what is known in this process. Fixes are decided in
+:func:`register`; each module is edited at the end of its import, never before: vLLM loads plugins
+in every process, and importing worker code in all of them would cost seconds and could
+initialise CUDA before a fork.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from types import ModuleType
+
+from . import __version__
+from .code_edit import Edit, EditRefused, SourceEditor, raise_when_called
+from .decision import Decider, ReleaseTable
+from .fix import Fix, FixRefused, FixStatus, State, module_path
+from .fixes import CATALOGUE, by_id
+from .imports import when_imported
+from .installation import Installation, NoVllm
+from .settings import Settings
+
+# A child of vLLM's logger: it has vLLM's handlers, format and level without importing it.
+logger = logging.getLogger("vllm.cgfix")
+
+_IDS = tuple(fix.id for fix in CATALOGUE)
+
+
+class _Process:
+    """What is decided and done in this process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.strict = False
+        self.vllm_version: str | None = None
+        self.decider: Decider | None = None
+        self.statuses: dict[str, FixStatus] = {}
+        self.editors: dict[str, SourceEditor] = {}
+        self.hooked: set[str] = set()
+        self.reported: set[str] = set()
+
+    def after_fork_in_child(self) -> None:
+        """Another thread may have held the lock; and the child's log is its own."""
+        self.lock = threading.RLock()
+        self.reported = set()
+
+    # --- deciding ---
+
+    def decide(self, settings: Settings) -> None:
+        """Decide on each chosen fix that has no state yet."""
+        chosen = settings.chosen(_IDS)
+        self.strict = settings.strict
+        undecided = [fix for fix in CATALOGUE if fix.id in chosen and fix.id not in self.statuses]
+        if not undecided:
+            return
+        try:
+            self.decider = Decider(Installation.find(), ReleaseTable.load())
+        except NoVllm as error:
+            self._refuse_all(undecided, str(error), "install vLLM in this environment")
+            return
+        except (OSError, ValueError) as error:
+            self._refuse_all(undecided, f"the releases table: {error}", "reinstall vllm-cgfix")
+            return
+        self.vllm_version = self.decider.installation.version
+        for fix in undecided:
+            self.statuses[fix.id] = self.decider.decide(fix, unverified=settings.unverified)
+
+    def _refuse_all(self, fixes: list[Fix], reason: str, remedy: str) -> None:
+        for fix in fixes:
+            self.statuses[fix.id] = FixStatus(fix, State.REFUSED, reason, remedy)
+
+    def wanted(self, module: str) -> list[Fix]:
+        """The fixes that edit a module and are neither refused nor switched off."""
+        return [
+            status.fix
+            for status in self.in_order()
+            if status.state in (State.PENDING, State.APPLIED) and module in status.fix.edits
+        ]
+
+    def in_order(self) -> list[FixStatus]:
+        """The decided fixes in the catalogue's order."""
+        return [self.statuses[fix_id] for fix_id in _IDS if fix_id in self.statuses]
+
+    # --- applying ---
+
+    def edit(self, module: ModuleType) -> None:
+        """Edit an imported module with all fixes that want it; whatever goes wrong is a state."""
+        name = module.__name__
+        wanted = self.wanted(name)
+        if not wanted:
+            return
+        try:
+            editor = self._editor(module)
+        except Exception as error:
+            for fix in wanted:
+                self.refuse(fix, error, module)
+            return
+        if all(fix.id in editor.active and editor.is_live(fix.edits[name]) for fix in wanted):
+            return
+        try:
+            editor.set_active(self._edits(name, wanted))
+        except Exception:
+            # One of them is at fault: leave out that one, and only that one.
+            good = [fix for fix in wanted if fix.id in editor.active]
+            for fix in wanted:
+                trial = [other for other in wanted if other in good or other is fix]
+                try:
+                    editor.set_active(self._edits(name, trial))
+                except Exception as error:
+                    good = [other for other in good if other is not fix]
+                    self.refuse(fix, error, module)
+                else:
+                    good = trial
+        for fix in wanted:
+            self._settle(fix)
+
+    def _editor(self, module: ModuleType) -> SourceEditor:
+        editor = self.editors.get(module.__name__)
+        if editor is None or editor.module is not module:
+            assert self.decider is not None, "nothing is wanted before a decision"
+            path = module_path(module.__name__)
+            editor = SourceEditor(
+                module, self.decider.installation.file(path), self.decider.sha256(path) or ""
+            )
+            self.editors[module.__name__] = editor
+        return editor
+
+    @staticmethod
+    def _edits(module: str, fixes: list[Fix]) -> dict[str, tuple[Edit, ...]]:
+        return {fix.id: fix.edits[module] for fix in fixes}
+
+    def _settle(self, fix: Fix) -> None:
+        """A fix is applied once every module that it edits is."""
+        status = self.statuses[fix.id]
+        if status.state is State.PENDING and self.is_live(fix):
+            status.state = State.APPLIED
+            for name, edits in fix.edits.items():
+                status.notes += self.editors[name].foreign_wrappers(edits)
+
+    def is_live(self, fix: Fix) -> bool:
+        """Whether every function that the fix edits runs the edited code."""
+        return all(
+            name in self.editors and self.editors[name].is_live(edits)
+            for name, edits in fix.edits.items()
+        )
+
+    def refuse(self, fix: Fix, error: Exception, module: ModuleType) -> None:
+        """Refuse a fix in the midst of it, and take back what it has in other modules."""
+        reason = str(error)
+        if not isinstance(error, EditRefused):
+            reason = f"editing {module.__name__} failed: {error!r}"
+        self.withdraw(fix)
+        release = self.statuses[fix.id].release
+        self.statuses[fix.id] = FixStatus(
+            fix,
+            State.REFUSED,
+            reason,
+            "see `vllm-cgfix status`; remove what changes this code, or leave the fix out "
+            f"with VLLM_CGFIX=all,-{fix.id}",
+            release,
+        )
+        if self.strict:
+            # An import must not break; the first call of what would have been fixed may.
+            for edit in fix.edits[module.__name__]:
+                raise_when_called(module, edit.qualname, lambda: FixRefused(_stopped([fix.id])))
+
+    def withdraw(self, fix: Fix) -> None:
+        """Put back the code that a module has without this fix."""
+        for name in fix.edits:
+            editor = self.editors.get(name)
+            if editor is not None and fix.id in editor.active:
+                others = {id_: edits for id_, edits in editor.active.items() if id_ != fix.id}
+                editor.set_active(others)
+
+    # --- reporting ---
+
+    def report_decision(self) -> None:
+        """Log the line of the decision, once a process."""
+        if "decision" not in self.reported and self.statuses:
+            self.reported.add("decision")
+            logger.info(
+                "vllm-cgfix %s on vLLM %s: %s",
+                __version__,
+                self.vllm_version or "(unknown version)",
+                ", ".join(f"{s.fix.id} {s.state.value}" for s in self.in_order()),
+            )
+
+    def report_changes(self) -> None:
+        """Log each fix that has become applied or refused, once a process."""
+        for status in self.in_order():
+            event = f"{status.fix.id} {status.state.value}"
+            if status.state in (State.APPLIED, State.REFUSED) and event not in self.reported:
+                self.reported.add(event)
+                level = logging.INFO if status.state is State.APPLIED else logging.WARNING
+                logger.log(level, "vllm-cgfix: %s", status)
+
+
+_process = _Process()
+os.register_at_fork(after_in_child=lambda: _process.after_fork_in_child())
+
+
+def _stopped(refused: list[str]) -> str:
+    reasons = "; ".join(str(_process.statuses[fix_id]) for fix_id in refused)
+    return f"VLLM_CGFIX_STRICT=1 and a requested fix is refused: {reasons}"
+
+
+def register(settings: Settings) -> None:
+    """Decide on the chosen fixes, and apply each when the modules that it edits are imported.
+
+    Raises:
+        SettingsError: an id is not valid.
+        FixRefused: ``settings.strict``, and a fix is refused.
+    """
+    with _process.lock:
+        _process.decide(settings)
+        _process.report_decision()
+        modules = [
+            name
+            for status in _process.in_order()
+            if status.state in (State.PENDING, State.APPLIED)
+            for name in status.fix.edits
+        ]
+    # Outside the lock: waiting for another thread's import while that thread's hook waits for
+    # the lock would be a deadlock.
+    for name in dict.fromkeys(modules):
+        _hook(name)
+    with _process.lock:
+        _process.report_changes()
+        refused = [s.fix.id for s in _process.in_order() if s.state is State.REFUSED]
+    if settings.strict and refused:
+        raise FixRefused(_stopped(refused))
+
+
+def _hook(name: str) -> None:
+    """Have a module edited once it is imported, or now."""
+    with _process.lock:
+        waiting = name in _process.hooked and name not in sys.modules
+        _process.hooked.add(name)
+    # wrapt drops a hook when it fires: one that has not fired must not be doubled.
+    if not waiting:
+        when_imported(name, _imported)
+
+
+def _imported(module: ModuleType) -> None:
+    with _process.lock:
+        _process.hooked.discard(module.__name__)
+        try:
+            _process.edit(module)
+            _process.report_changes()
+        except Exception:
+            # An import never fails for our sake, not even for a mistake in this file.
+            logger.exception("vllm-cgfix: unexpected error at the import of %s", module.__name__)
+
+
+def decided() -> tuple[str, ...]:
+    """The sorted ids of the fixes that are, or are going to be, in the code of this process."""
+    live = (State.PENDING, State.APPLIED)
+    return tuple(sorted(s.fix.id for s in _process.in_order() if s.state in live))
+
+
+def status() -> list[FixStatus]:
+    """Every fix of the catalogue with its state, applied ones checked against the live code."""
+    with _process.lock:
+        found = []
+        for fix in CATALOGUE:
+            current = _process.statuses.get(fix.id, FixStatus(fix, State.OFF))
+            if current.state is State.APPLIED and not _process.is_live(fix):
+                current = FixStatus(
+                    fix,
+                    State.LOST,
+                    "its module was reloaded or its functions were replaced",
+                    "restart the process",
+                    current.release,
+                )
+            found.append(current)
+        return found
+
+
+def undo(fix_id: str | None) -> None:
+    """Put back the stock code of one fix, or of all, in this process.
+
+    Raises:
+        KeyError: there is no fix of that id.
+    """
+    with _process.lock:
+        for fix in CATALOGUE if fix_id is None else (by_id(fix_id),):
+            _process.withdraw(fix)
+            _process.statuses.pop(fix.id, None)
+            _process.reported -= {f"{fix.id} {state.value}" for state in State}

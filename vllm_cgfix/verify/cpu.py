@@ -1,0 +1,376 @@
+"""Run a stock vLLM, the Python sources of a CUDA wheel, on a CPU.
+
+The reproductions run vLLM's own code. What is replaced is only the edge: which platform vLLM
+believes to run on (its own ``CpuPlatform``), and compiled operators that a CUDA wheel has no CPU
+version of. Call the functions in this order, in a process that has not imported vLLM yet::
+
+    use_cpu_platform()
+    config = make_config()
+    with single_process_group(config):
+        runner = make_v1_runner(config, "FULL_DECODE_ONLY")
+
+One process serves one vLLM. Nothing is undone at the end: these are processes of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import wrapt
+
+CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 64)
+KV_CACHE_BYTES = 1 << 26
+
+# The smallest model that every release accepts: the CPU attention refuses heads below 64.
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 256,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "dtype": "float32",
+}
+
+# torch dropped these; vLLM's CPU platform of some releases calls them to log what the CPU can do.
+_CPU_FEATURES = (
+    "_is_amx_tile_supported",
+    "_is_amx_fp16_supported",
+    "_is_avx2_supported",
+    "_is_avx512_supported",
+    "_is_avx512_bf16_supported",
+)
+# Looked up by CPU code paths of a layer's constructor (SiluAndMul in 0.26 to 0.31), never called.
+_OPERATORS = {"silu_and_mul": "silu_and_mul(Tensor! out, Tensor input) -> ()"}
+_operator_library: torch.library.Library | None = None
+
+
+def vllm_version() -> str:
+    """The version that the importable vLLM's distribution states ("unknown" without one)."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("vllm")
+    return "unknown"
+
+
+def use_cpu_platform(*, v2: bool = False) -> None:
+    """Make vLLM resolve ``current_platform`` to its own ``CpuPlatform``.
+
+    :param v2: ask the configuration for the V2 model runner. Only where Triton is installed: some
+        releases refuse the configuration without it.
+    :raises RuntimeError: vLLM has already chosen another platform in this process.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(v2))
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+    for name in _CPU_FEATURES:
+        if not hasattr(torch._C._cpu, name):
+            setattr(torch._C._cpu, name, lambda: False)
+    # Some releases resolve the platform while the vllm package itself is being imported.
+    wrapt.register_post_import_hook(_choose_cpu, "vllm.platforms")
+    platform = importlib.import_module("vllm.platforms").current_platform
+    if not platform.is_cpu():
+        raise RuntimeError(f"vLLM already runs on {platform!r}")
+    _define_operators()
+
+
+def _choose_cpu(platforms: Any) -> None:
+    platforms.resolve_current_platform_cls_qualname = lambda: "vllm.platforms.cpu.CpuPlatform"
+
+
+def _define_operators() -> None:
+    global _operator_library
+    # A CUDA wheel's own library must come first where it loads: it defines the same operators, and
+    # a second definition would stop its import.
+    with contextlib.suppress(ImportError, OSError):
+        importlib.import_module("vllm._C")
+    missing = [schema for name, schema in _OPERATORS.items() if not hasattr(torch.ops._C, name)]
+    if missing and _operator_library is None:
+        _operator_library = torch.library.Library("_C", "FRAGMENT")
+        for schema in missing:
+            _operator_library.define(schema)
+
+
+def make_config(
+    model: dict[str, Any] | None = None, *, max_num_seqs: int = 64, **engine_args: Any
+) -> Any:
+    """A ``VllmConfig`` for a small model, made by ``EngineArgs`` as the engine does.
+
+    vLLM loads its general plugins on the way, so an installed vllm_cgfix is registered before any
+    module of the runner is imported. Where only its sources are importable it is registered here.
+
+    :param model: the model's Hugging Face configuration (default: :data:`LLAMA`).
+    :param engine_args: further arguments of ``EngineArgs``.
+    """
+    arguments: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "dtype": "float32",
+        "max_model_len": 128,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": 128,
+        "enforce_eager": True,
+    }
+    arguments |= engine_args
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, "config.json").write_text(json.dumps(model or LLAMA), encoding="utf-8")
+        arg_utils = importlib.import_module("vllm.engine.arg_utils")
+        config = arg_utils.EngineArgs(model=directory, **arguments).create_engine_config()
+    # Blocks so small that a short request has several. Later than EngineArgs, whose check differs
+    # from release to release: 16 alone up to 0.11, multiples of 32 since.
+    config.cache_config.block_size = 32
+    installed = importlib.metadata.entry_points(group="vllm.general_plugins")
+    if "cgfix" not in installed.names:
+        importlib.import_module("vllm_cgfix").register()
+    return config
+
+
+@contextlib.contextmanager
+def single_process_group(config: Any) -> Iterator[None]:
+    """vLLM's configuration and its (one-rank, gloo) process groups, as a worker sets them up."""
+    set_current_vllm_config = importlib.import_module("vllm.config").set_current_vllm_config
+    state = importlib.import_module("vllm.distributed.parallel_state")
+    with tempfile.TemporaryDirectory() as directory, set_current_vllm_config(config):
+        state.init_distributed_environment(
+            world_size=1,
+            rank=0,
+            local_rank=0,
+            distributed_init_method=f"file://{directory}/store",
+            backend="gloo",
+        )
+        try:
+            state.ensure_model_parallel_initialized(1, 1)
+            replace_kernels()
+            yield
+        finally:
+            state.destroy_model_parallel()
+            state.destroy_distributed_environment()
+
+
+def replace_kernels() -> None:
+    """Replace what a metadata builder or a capture would call in vLLM's compiled CPU library."""
+    operators = importlib.import_module("vllm._custom_ops")
+    if hasattr(operators, "cpu_attn_get_scheduler_metadata"):
+        operators.cpu_attn_get_scheduler_metadata = lambda *args, **kwargs: torch.zeros(1)
+    for name in ("vllm.compilation.breakable_cudagraph", "vllm.compilation.cuda_graph"):
+        with contextlib.suppress(ImportError):
+            module = importlib.import_module(name)
+            if hasattr(module, "weak_ref_tensors"):
+                module.weak_ref_tensors = lambda tensors: tensors
+
+
+def cudagraph_mode(name: str) -> Any:
+    """The member of this release's ``CUDAGraphMode`` called ``name``.
+
+    :raises KeyError: this release has no such mode.
+    """
+    return importlib.import_module("vllm.config.compilation").CUDAGraphMode[name]
+
+
+def set_cudagraph_mode(config: Any, mode: str, sizes: Sequence[int] = CAPTURE_SIZES) -> None:
+    """Give an eager configuration the graph mode and capture sizes of a GPU's.
+
+    ``EngineArgs`` on a CPU platform always ends at NONE, so this comes after it.
+    """
+    compilation = config.compilation_config
+    compilation.cudagraph_mode = cudagraph_mode(mode)
+    compilation.cudagraph_capture_sizes = sorted(sizes)
+    # The name of the largest size, and who derives the table of padded sizes, changed twice.
+    for name in ("max_cudagraph_capture_size", "max_capture_size"):
+        if name in {field.name for field in dataclasses.fields(compilation)}:
+            setattr(compilation, name, max(sizes))
+    if hasattr(compilation, "compute_bs_to_padded_graph_size"):
+        compilation.compute_bs_to_padded_graph_size()
+
+
+def kv_cache_config(config: Any, kv_cache_spec: dict[str, Any]) -> Any:
+    """The ``KVCacheConfig`` that the engine core would plan for one worker's layers."""
+    cache = config.cache_config
+    if hasattr(cache, "kv_cache_layout"):
+        cache.kv_cache_layout = "LBNHC"  # the engine core resolves it from 0.32 on
+    try:
+        planning = importlib.import_module("vllm.v1.core.kv_cache_planning")
+    except ImportError:
+        planning = importlib.import_module("vllm.v1.core.kv_cache_utils")
+    if hasattr(planning, "get_global_kv_cache_groups"):
+        groups = planning.get_global_kv_cache_groups(config, [kv_cache_spec])
+        planned = planning.get_kv_cache_configs(config, [kv_cache_spec], [KV_CACHE_BYTES], groups)[0]
+    elif hasattr(planning, "get_kv_cache_configs"):
+        planned = planning.get_kv_cache_configs(config, [kv_cache_spec], [KV_CACHE_BYTES])[0]
+    else:
+        planned = planning.get_kv_cache_config(config, kv_cache_spec, KV_CACHE_BYTES)
+    if hasattr(planned, "kv_cache_layout"):
+        planned.kv_cache_layout = cache.kv_cache_layout
+    return planned
+
+
+def make_v1_runner(
+    config: Any,
+    mode: str,
+    sizes: Sequence[int] = CAPTURE_SIZES,
+    *,
+    uniform_decode_query_len: int = 1,
+) -> Any:
+    """A V1 ``CPUModelRunner`` with model, KV cache and a dispatcher that answers as on a GPU.
+
+    :param mode: name of a ``CUDAGraphMode``: "FULL", "FULL_DECODE_ONLY" or "FULL_AND_PIECEWISE".
+    :param sizes: the capture sizes.
+    :param uniform_decode_query_len: tokens of one decode request; above 1 for speculative decoding.
+    """
+    runner_module = importlib.import_module("vllm.v1.worker.cpu_model_runner")
+    runner = runner_module.CPUModelRunner(config, torch.device("cpu"))
+    runner.load_model()
+    runner.initialize_kv_cache(kv_cache_config(config, runner.get_kv_cache_spec()))
+    separate_device_buffers(runner)
+    dispatch_to_full_graphs(runner, mode, sizes, uniform_decode_query_len)
+    return runner
+
+
+def dispatch_to_full_graphs(
+    runner: Any, mode: str, sizes: Sequence[int], uniform_decode_query_len: int
+) -> None:
+    """Give the runner a real ``CudagraphDispatcher`` with the keys of ``mode``."""
+    config = runner.vllm_config
+    # The dispatcher's constructor insists on a piecewise compilation for a piecewise mode; its keys
+    # do not depend on one.
+    set_cudagraph_mode(config, "FULL", sizes)
+    dispatcher_type = importlib.import_module("vllm.v1.cudagraph_dispatcher").CudagraphDispatcher
+    dispatcher = dispatcher_type(config)
+    dispatcher.uniform_decode_query_len = uniform_decode_query_len
+    set_cudagraph_mode(config, mode, sizes)
+    dispatcher.initialize_cudagraph_keys(cudagraph_mode(mode), uniform_decode_query_len)
+    runner.cudagraph_dispatcher = dispatcher
+    runner.uniform_decode_query_len = uniform_decode_query_len
+
+
+def separate_device_buffers(runner: Any) -> None:
+    """Undo what ``CPUModelRunner`` does to each ``CpuGpuBuffer``: ``gpu`` is ``cpu`` there.
+
+    With storage of its own on each side ``copy_to_gpu`` copies, and what the graph would read
+    (``gpu``) can differ from what the host wrote (``cpu``), as on a GPU.
+    """
+    buffer_type = importlib.import_module("vllm.v1.utils").CpuGpuBuffer
+    for owner in (runner, *runner.input_batch.block_table.block_tables):
+        for name, value in list(vars(owner).items()):
+            if isinstance(value, buffer_type):
+                value.gpu = value.cpu.clone()
+            elif isinstance(value, torch.Tensor) and name + "_cpu" in vars(owner):
+                setattr(owner, name, getattr(owner, name + "_cpu").clone())
+
+
+class CudaGraphs:
+    """What :func:`imitate_cuda_graphs` puts in place of CUDA graphs.
+
+    :ivar capturing: a ``with torch.cuda.graph(...)`` or a begun capture is active.
+    """
+
+    def __init__(self) -> None:
+        self.capturing = False
+
+    @contextlib.contextmanager
+    def graph(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        outer, self.capturing = self.capturing, True
+        try:
+            yield
+        finally:
+            self.capturing = outer
+
+
+def imitate_cuda_graphs() -> CudaGraphs:
+    """Let vLLM capture: graphs that record nothing, streams that order nothing.
+
+    Call it after :func:`make_v2_runner`, whose imports put imitations of vLLM's own in some of the
+    same places, and those lack what a capture needs.
+    """
+    graphs = CudaGraphs()
+
+    class Stream:
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+        def wait_stream(self, other: Any) -> None: ...
+        def wait_event(self, event: Any) -> None: ...
+        def record_event(self, event: Any = None) -> None: ...
+        def synchronize(self) -> None: ...
+
+    class Graph:
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+        def replay(self) -> None: ...
+        def pool(self) -> tuple[int, int]:
+            return (0, 1)
+
+        def capture_begin(self, *args: Any, **kwargs: Any) -> None:
+            graphs.capturing = True
+
+        def capture_end(self) -> None:
+            graphs.capturing = False
+
+    stream = Stream()
+    cuda: Any = torch.cuda
+    cuda.Stream, cuda.CUDAGraph, cuda.graph = Stream, Graph, graphs.graph
+    cuda.current_stream = lambda *args, **kwargs: stream
+    cuda.stream = lambda *args, **kwargs: contextlib.nullcontext()
+    cuda.graph_pool_handle = lambda *args, **kwargs: (0, 1)
+    cuda.mem_get_info = lambda *args, **kwargs: (KV_CACHE_BYTES, KV_CACHE_BYTES)
+    accelerator: Any = torch.accelerator
+    accelerator.get_memory_info = cuda.mem_get_info
+    for owner in (cuda, accelerator):
+        owner.empty_cache = owner.synchronize = lambda *args, **kwargs: None
+
+    platform = importlib.import_module("vllm.platforms.cpu").CpuPlatform
+    platform.get_global_graph_pool = lambda self: (0, 1)
+    platform.graph_pool_handle = classmethod(lambda cls: (0, 1))
+    return graphs
+
+
+def make_v2_runner(config: Any, mode: str, sizes: Sequence[int] = CAPTURE_SIZES) -> Any:
+    """A V2 ``CPUModelRunner`` with model, KV cache and a graph manager as on a GPU (from 0.23.0).
+
+    :param mode: name of a ``CUDAGraphMode``.
+    :param sizes: the capture sizes.
+    :raises ModuleNotFoundError: this release's V2 runner does not run on a CPU.
+    """
+    device = torch.device("cpu")
+    # Where the worker of a CPU imports it: vLLM's own replacements for what V2 asks of torch.cuda.
+    importlib.import_module("vllm.v1.worker.cpu.shm")
+    runner_module = importlib.import_module("vllm.v1.worker.cpu.model_runner")
+    utils = importlib.import_module("vllm.v1.worker.gpu.cudagraph_utils")
+    workspace = importlib.import_module("vllm.v1.worker.workspace")
+    workspace.init_workspace_manager(device)
+    runner = runner_module.CPUModelRunner(config, device)
+    runner.load_model()
+    runner.initialize_kv_cache(kv_cache_config(config, runner.get_kv_cache_spec()))
+    set_cudagraph_mode(config, mode, sizes)
+    runner.cudagraph_manager = utils.ModelCudaGraphManager(config, device, cudagraph_mode(mode), 1)
+    return runner
+
+
+def call(function: Callable[..., Any], **arguments: Any) -> Any:
+    """Call ``function`` with those of ``arguments`` that it has in this release.
+
+    :raises TypeError: it needs one that is not among them.
+    """
+    known = inspect.signature(function).parameters
+    return function(**{name: value for name, value in arguments.items() if name in known})

@@ -13,7 +13,7 @@ class FixRefused(RuntimeError):
     """A requested fix is refused and ``VLLM_CGFIX_STRICT=1`` asks to stop for that."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Fix:
     """One correction of vLLM, as edits of its source files.
 
@@ -41,6 +41,9 @@ class Fix:
     releases: tuple[str, ...]
     edits: Mapping[str, tuple[Edit, ...]]
     witnesses: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"Fix({self.id!r})"
 
     @property
     def edited_files(self) -> tuple[str, ...]:

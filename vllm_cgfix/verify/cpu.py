@@ -181,6 +181,27 @@ def replace_kernels() -> None:
             module = importlib.import_module(name)
             if hasattr(module, "weak_ref_tensors"):
                 module.weak_ref_tensors = lambda tensors: tensors
+    table_type = importlib.import_module("vllm.v1.worker.block_table").BlockTable
+    # numpy code up to 0.18; since then a Triton kernel, which the CPU has not.
+    if "query_start_loc" in inspect.signature(table_type.compute_slot_mapping).parameters:
+        table_type.compute_slot_mapping = _compute_slot_mapping
+
+
+def _compute_slot_mapping(
+    table: Any, num_reqs: int, query_start_loc: torch.Tensor, positions: torch.Tensor
+) -> None:
+    """``BlockTable.compute_slot_mapping`` without context parallelism: past the tokens, -1."""
+    requests = torch.arange(num_reqs).repeat_interleave(query_start_loc[: num_reqs + 1].diff())
+    blocks = device_tensor(table.block_table)[requests, positions // table.block_size]
+    slots = device_tensor(table.slot_mapping)
+    slots.fill_(-1)
+    slots[: len(positions)] = blocks * table.block_size + positions % table.block_size
+
+
+def device_tensor(buffer: Any) -> torch.Tensor:
+    """The device side of a ``CpuGpuBuffer``; a bare tensor, as some releases keep, is that side."""
+    tensor: torch.Tensor = buffer if isinstance(buffer, torch.Tensor) else buffer.gpu
+    return tensor
 
 
 def cudagraph_mode(name: str) -> Any:
@@ -203,8 +224,10 @@ def set_cudagraph_mode(config: Any, mode: str, sizes: Sequence[int] = CAPTURE_SI
     for name in ("max_cudagraph_capture_size", "max_capture_size"):
         if name in {field.name for field in dataclasses.fields(compilation)}:
             setattr(compilation, name, max(sizes))
-    if hasattr(compilation, "compute_bs_to_padded_graph_size"):
-        compilation.compute_bs_to_padded_graph_size()
+    for name in ("init_with_cudagraph_sizes", "compute_bs_to_padded_graph_size"):
+        if hasattr(compilation, name):
+            arguments = [list(sizes)] if name == "init_with_cudagraph_sizes" else []
+            getattr(compilation, name)(*arguments)
 
 
 def kv_cache_config(config: Any, kv_cache_spec: dict[str, Any]) -> Any:
@@ -264,6 +287,7 @@ def dispatch_to_full_graphs(
     set_cudagraph_mode(config, mode, sizes)
     dispatcher.initialize_cudagraph_keys(cudagraph_mode(mode), uniform_decode_query_len)
     runner.cudagraph_dispatcher = dispatcher
+    runner.cudagraph_batch_sizes = sorted(sizes)  # read by real steps up to 0.11.0
     runner.uniform_decode_query_len = uniform_decode_query_len
 
 
@@ -345,26 +369,29 @@ def imitate_cuda_graphs() -> CudaGraphs:
     return graphs
 
 
-def make_v2_runner(config: Any, mode: str, sizes: Sequence[int] = CAPTURE_SIZES) -> Any:
-    """A V2 ``CPUModelRunner`` with model, KV cache and a graph manager as on a GPU (from 0.23.0).
+def make_v2_runner(config: Any) -> Any:
+    """A V2 ``CPUModelRunner`` with model and KV cache (from 0.23.0).
 
-    :param mode: name of a ``CUDAGraphMode``.
-    :param sizes: the capture sizes.
     :raises ModuleNotFoundError: this release's V2 runner does not run on a CPU.
     """
     device = torch.device("cpu")
     # Where the worker of a CPU imports it: vLLM's own replacements for what V2 asks of torch.cuda.
     importlib.import_module("vllm.v1.worker.cpu.shm")
     runner_module = importlib.import_module("vllm.v1.worker.cpu.model_runner")
-    utils = importlib.import_module("vllm.v1.worker.gpu.cudagraph_utils")
-    workspace = importlib.import_module("vllm.v1.worker.workspace")
-    workspace.init_workspace_manager(device)
+    importlib.import_module("vllm.v1.worker.workspace").init_workspace_manager(device)
     runner = runner_module.CPUModelRunner(config, device)
     runner.load_model()
     runner.initialize_kv_cache(kv_cache_config(config, runner.get_kv_cache_spec()))
-    set_cudagraph_mode(config, mode, sizes)
-    runner.cudagraph_manager = utils.ModelCudaGraphManager(config, device, cudagraph_mode(mode), 1)
     return runner
+
+
+def capture_as_on_gpu(runner: Any, mode: str, sizes: Sequence[int] = CAPTURE_SIZES) -> None:
+    """Give a V2 runner the graph manager that it would make for ``mode`` on a GPU."""
+    utils = importlib.import_module("vllm.v1.worker.gpu.cudagraph_utils")
+    set_cudagraph_mode(runner.vllm_config, mode, sizes)
+    runner.cudagraph_manager = utils.ModelCudaGraphManager(
+        runner.vllm_config, runner.device, cudagraph_mode(mode), 1
+    )
 
 
 def call(function: Callable[..., Any], **arguments: Any) -> Any:

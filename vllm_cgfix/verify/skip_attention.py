@@ -329,8 +329,9 @@ def make_model(recorder: Recorder, runner_model: Any = None) -> torch.nn.Module:
 
 def capture_with_runner(config: Any, passes: list[Pass], result: Result) -> Capture:
     """The V2 runner's ``capture_model()``, on everything that the runner made itself."""
-    runner = cpu.make_v2_runner(config, MODE, SIZES)
+    runner = cpu.make_v2_runner(config)
     graphs = cpu.imitate_cuda_graphs()
+    cpu.capture_as_on_gpu(runner, MODE, SIZES)
     attention = Attention(config, import_all(result))
     recorder = Recorder(attention, graphs, passes)
     runner.model = make_model(recorder, runner.model)

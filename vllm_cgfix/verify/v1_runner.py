@@ -17,14 +17,9 @@ import numpy as np
 import torch
 
 from . import cpu
+from .cpu import device_tensor
 
 FIRST_BLOCK = 3  # block 0 is vLLM's null block: a live request never owns it
-
-
-def device_tensor(buffer: Any) -> torch.Tensor:
-    """The device side of a ``CpuGpuBuffer``; releases that keep a bare tensor keep that side."""
-    tensor: torch.Tensor = buffer if isinstance(buffer, torch.Tensor) else buffer.gpu
-    return tensor
 
 
 @dataclasses.dataclass
@@ -388,20 +383,27 @@ class LiveRequest:
 
     def finish(self) -> None:
         """Take the request out of the runner's batch."""
-        self._probe.runner.execute_model(
-            _construct(self._output.SchedulerOutput, finished_req_ids={self.req_id})
-        )
+        self._probe.runner.execute_model(self._schedule(finished_req_ids={self.req_id}))
 
     def _step(self, num_tokens: int, **scheduled: Any) -> ForwardPass:
-        output = _construct(
-            self._output.SchedulerOutput,
+        output = self._schedule(
             num_scheduled_tokens={self.req_id: num_tokens},
             total_num_scheduled_tokens=num_tokens,
-            num_common_prefix_blocks=[0] * len(self.block_ids),
             **scheduled,
         )
         self.num_computed_tokens += num_tokens
         return self._probe.step(output)
+
+    def _schedule(self, **scheduled: Any) -> Any:
+        defaults = {
+            "scheduled_cached_reqs": self._output.CachedRequestData.make_empty(),
+            "num_common_prefix_blocks": [0] * len(self.block_ids),
+            "total_num_scheduled_tokens": 0,
+        }
+        return _construct(self._output.SchedulerOutput, **(defaults | scheduled))
+
+
+_EMPTY: dict[str, Callable[[], Any]] = {"list": list, "dict": dict, "set": set}
 
 
 def _construct(kind: type[Any], **values: Any) -> Any:
@@ -414,15 +416,8 @@ def _construct(kind: type[Any], **values: Any) -> Any:
         if field.name in values:
             arguments[field.name] = values[field.name]
         elif field.default is field.default_factory is dataclasses.MISSING:
-            annotation = str(field.type)
-            empty = {"list": list, "dict": dict, "set": set}.get(annotation.split("[")[0])
-            if annotation == "CachedRequestData":
-                arguments[field.name] = field_type_empty(kind)
-            else:
-                arguments[field.name] = None if empty is None or "| None" in annotation else empty()
+            kind_of_empty = _EMPTY.get(str(field.type).split("[")[0])
+            arguments[field.name] = None if kind_of_empty is None else kind_of_empty()
         # A value for a field that this release does not have is what another release calls it.
     return kind(**arguments)
 
-
-def field_type_empty(kind: type[Any]) -> Any:
-    return importlib.import_module(kind.__module__).CachedRequestData.make_empty()

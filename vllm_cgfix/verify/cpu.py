@@ -62,8 +62,13 @@ _CPU_FEATURES = (
     "_is_avx512_supported",
     "_is_avx512_bf16_supported",
 )
-# Looked up by CPU code paths of a layer's constructor (SiluAndMul in 0.26 to 0.31), never called.
-_OPERATORS = {"silu_and_mul": "silu_and_mul(Tensor! out, Tensor input) -> ()"}
+# Operators of vLLM's compiled CPU library, with what they compute where a reproduction calls them.
+_OPERATORS: dict[str, Callable[..., Any] | None] = {
+    # looked up by the constructor of SiluAndMul (0.26 to 0.31), never called
+    "silu_and_mul(Tensor! out, Tensor input) -> ()": None,
+    # greedy sampling, 0.33
+    "greedy_argmax(Tensor logits) -> Tensor": lambda logits: logits.argmax(dim=-1),
+}
 _operator_library: torch.library.Library | None = None
 
 
@@ -108,11 +113,13 @@ def _define_operators() -> None:
     # a second definition would stop its import.
     with contextlib.suppress(ImportError, OSError):
         importlib.import_module("vllm._C")
-    missing = [schema for name, schema in _OPERATORS.items() if not hasattr(torch.ops._C, name)]
-    if missing and _operator_library is None:
-        _operator_library = torch.library.Library("_C", "FRAGMENT")
-        for schema in missing:
+    _operator_library = _operator_library or torch.library.Library("_C", "FRAGMENT")
+    for schema, implementation in _OPERATORS.items():
+        name = schema.partition("(")[0]
+        if not hasattr(torch.ops._C, name):
             _operator_library.define(schema)
+            if implementation is not None:
+                _operator_library.impl(name, implementation, "CPU")
 
 
 def make_config(

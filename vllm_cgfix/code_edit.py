@@ -22,13 +22,15 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
+import dataclasses
 import hashlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 _FunctionNode = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -100,23 +102,30 @@ def _blocks(root: ast.AST) -> Iterator[list[ast.stmt]]:
 _T = TypeVar("_T")
 
 
+def _unexpected(pattern: str, found: int, expected: tuple[int, ...]) -> EditRefused:
+    places = "one place" if expected == (1,) else f"{' or '.join(map(str, expected))} places"
+    return EditRefused(f"expected {places} like `{' '.join(pattern.split())}`, found {found}")
+
+
 def _only(found: Sequence[_T], pattern: str) -> _T:
     if len(found) != 1:
-        short = " ".join(pattern.split())
-        raise EditRefused(f"expected one place like `{short}`, found {len(found)}")
+        raise _unexpected(pattern, len(found), (1,))
     return found[0]
 
 
-def _find_statements(root: ast.AST, pattern: str) -> tuple[list[ast.stmt], int, int]:
-    """The block that holds the statements of a pattern in a row, and their range in it."""
+def _all_statements(root: ast.AST, pattern: str) -> list[tuple[list[ast.stmt], int, int]]:
+    """Every block that holds the statements of a pattern in a row, and their range in it."""
     wanted = _statements(pattern)
-    found = [
+    return [
         (block, start, start + len(wanted))
         for block in _blocks(root)
         for start in range(len(block) - len(wanted) + 1)
         if matches(wanted, block[start : start + len(wanted)])
     ]
-    return _only(found, pattern)
+
+
+def _find_statements(root: ast.AST, pattern: str) -> tuple[list[ast.stmt], int, int]:
+    return _only(_all_statements(root, pattern), pattern)
 
 
 def _placed_at(source: str, place: ast.stmt) -> list[ast.stmt]:
@@ -178,17 +187,25 @@ class Insert:
 
 @dataclass(frozen=True)
 class Wrap:
-    """Put the statements of a pattern inside ``with CONTEXT:``."""
+    """Put the statements of a pattern inside ``with CONTEXT:``.
+
+    ``times`` lists the numbers of places that are as expected; each of them is wrapped.
+    """
 
     statements: str
     context: str
+    times: tuple[int, ...] = (1,)
 
     def apply(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        block, start, stop = _find_statements(function, self.statements)
-        (wrapper,) = _placed_at(f"with {self.context}: pass", block[start])
-        assert isinstance(wrapper, ast.With)
-        wrapper.body = block[start:stop]
-        block[start:stop] = [wrapper]
+        found = _all_statements(function, self.statements)
+        if len(found) not in self.times:
+            raise _unexpected(self.statements, len(found), self.times)
+        # From the last to the first: wrapping moves what comes after in the same block.
+        for block, start, stop in reversed(found):
+            (wrapper,) = _placed_at(f"with {self.context}: pass", block[start])
+            assert isinstance(wrapper, ast.With)
+            wrapper.body = block[start:stop]
+            block[start:stop] = [wrapper]
 
 
 @dataclass(frozen=True)
@@ -223,11 +240,110 @@ class _Renamer(ast.NodeTransformer):
 
 
 @dataclass(frozen=True)
+class Replace:
+    """Put another expression in the place of the one that a pattern describes.
+
+    Where ``within`` is given, only the statement of that pattern is searched. In ``by``, ``...``
+    stands for the expression that was there.
+    """
+
+    expression: str
+    by: str
+    within: str | None = None
+
+    def apply(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        roots: list[ast.stmt] = function.body
+        if self.within is not None:
+            block, start, stop = _find_statements(function, self.within)
+            roots = block[start:stop]
+        wanted = _expression(self.expression)
+        parents = [node for root in roots for node in ast.walk(root)]
+        found = [
+            (parent, name, index, child)
+            for parent in parents
+            for name, index, child in _expressions_of(parent)
+            if matches(wanted, child)
+        ]
+        parent, name, index, old = _only(found, self.expression)
+        new = _Filler(old).visit(_expression(self.by))
+        if index is None:
+            setattr(parent, name, new)
+        else:
+            getattr(parent, name)[index] = new
+
+
+def _expressions_of(node: ast.AST) -> Iterator[tuple[str, int | None, ast.expr]]:
+    """The expressions directly below a node: field, index in a list or None, expression."""
+    for name, value in ast.iter_fields(node):
+        if isinstance(value, ast.expr):
+            yield name, None, value
+        elif isinstance(value, list):
+            for index, item in enumerate(value):
+                if isinstance(item, ast.expr):
+                    yield name, index, item
+
+
+class _Filler(ast.NodeTransformer):
+    """Puts an expression in the place of each ``...``, and its line on everything around it."""
+
+    def __init__(self, old: ast.expr):
+        self.old = old
+
+    def visit(self, node: ast.AST) -> Any:
+        if _is_blank(node):
+            return self.old
+        return ast.copy_location(self.generic_visit(node), self.old)
+
+
+@dataclass(frozen=True)
+class AddKeyword:
+    """Pass one more keyword argument in the call that a pattern describes."""
+
+    call: str
+    keyword: str
+    value: str
+
+    def apply(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        wanted = _expression(self.call)
+        found = [node for node in ast.walk(function) if matches(wanted, node)]
+        call = _only(found, self.call)
+        assert isinstance(call, ast.Call), "AddKeyword needs the pattern of a call"
+        if any(keyword.arg in (self.keyword, None) for keyword in call.keywords):
+            raise EditRefused(f"`{self.call}` may pass {self.keyword} already")
+        value = _expression(self.value)
+        for part in ast.walk(value):
+            ast.copy_location(part, call)
+        call.keywords.append(ast.copy_location(ast.keyword(self.keyword, value), call))
+
+
+@dataclass(frozen=True)
+class AddParameter:
+    """Give the function one more parameter, the last, with a constant as its default."""
+
+    name: str
+    default: bool | int | str | None
+
+    def apply(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        parameters = function.args
+        if parameters.vararg or parameters.kwonlyargs or parameters.kwarg:
+            raise EditRefused("there are parameters behind the last positional one")
+        if any(old.arg == self.name for old in (*parameters.posonlyargs, *parameters.args)):
+            raise EditRefused(f"there is a parameter {self.name} already")
+        parameters.args.append(ast.copy_location(ast.arg(self.name), function))
+        parameters.defaults.append(ast.copy_location(ast.Constant(self.default), function))
+
+
+@dataclass(frozen=True)
 class EditFunction:
-    """The steps for one function, named as in ``"Class.method"``."""
+    """The steps for one function, named as in ``"Class.method"``.
+
+    ``imports`` are import statements for what the new code uses; they are put at the top of the
+    function, so that the module's namespace stays as it is.
+    """
 
     qualname: str
     steps: tuple[Step, ...]
+    imports: str = ""
 
     def apply(self, tree: ast.Module) -> None:
         """Make every step in the file's tree.
@@ -241,18 +357,113 @@ class EditFunction:
                 step.apply(function)
             except EditRefused as reason:
                 raise EditRefused(f"structure differs in {self.qualname}: {reason}") from None
+        if self.imports:
+            at = 0 if ast.get_docstring(function, clean=False) is None else 1
+            function.body[at:at] = _placed_at(self.imports, function.body[at])
+
+    @property
+    def added_defaults(self) -> tuple[object, ...]:
+        """The defaults of the parameters that the steps add."""
+        return tuple(step.default for step in self.steps if isinstance(step, AddParameter))
 
 
-Edit = EditFunction
+@dataclass(frozen=True)
+class AddField:
+    """Give a dataclass one more field, the last, with a constant as its default."""
+
+    qualname: str
+    name: str
+    type: type
+    default: object
+
+    def apply(self, tree: ast.Module) -> None:
+        """Add the field in the file's tree.
+
+        Raises:
+            EditRefused: the class is not there exactly once, or has the field already.
+        """
+        definition = _find_definition(tree, self.qualname, (ast.ClassDef,), "class")
+        assert isinstance(definition, ast.ClassDef)
+        if self.name in field_names(definition):
+            raise EditRefused(f"structure differs in {self.qualname}: it has {self.name} already")
+        definition.body += _placed_at(
+            f"{self.name}: {self.type.__name__} = {self.default!r}", definition.body[-1]
+        )
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Alternatives for releases that do the same thing in different ways.
+
+    Exactly one of them must be possible; it is the one that is made.
+    """
+
+    alternatives: tuple[tuple[EditFunction | AddField, ...], ...]
+
+
+Edit = EditFunction | AddField | OneOf
 """What a fix may list for a file."""
 
 
-def find_function(tree: ast.Module, qualname: str) -> ast.FunctionDef | ast.AsyncFunctionDef:
-    """The definition of a function or method in a file's tree.
+def resolve(edits: Sequence[Edit], tree: ast.Module) -> list[EditFunction | AddField]:
+    """The edits with each choice made.
 
     Raises:
-        EditRefused: it is not there exactly once.
+        EditRefused: none of the alternatives is possible in this tree, or several are.
     """
+    made: list[EditFunction | AddField] = []
+    for edit in edits:
+        if not isinstance(edit, OneOf):
+            made.append(edit)
+            continue
+        possible, reasons = [], []
+        for alternative in edit.alternatives:
+            trial = copy.deepcopy(_only_definitions(tree, alternative))
+            try:
+                for part in alternative:
+                    part.apply(trial)
+            except EditRefused as reason:
+                reasons.append(str(reason))
+            else:
+                possible.append(alternative)
+        if len(possible) != 1:
+            raise EditRefused(
+                "; ".join(reasons) if not possible else "structure fits several alternatives"
+            )
+        made += possible[0]
+    return made
+
+
+def function_names(edits: Sequence[Edit]) -> list[str]:
+    """The qualified names of all functions that edits are for, in any of their alternatives."""
+    names: list[str] = []
+    for edit in edits:
+        if isinstance(edit, OneOf):
+            names += [name for parts in edit.alternatives for name in function_names(parts)]
+        elif isinstance(edit, EditFunction):
+            names.append(edit.qualname)
+    return names
+
+
+def _only_definitions(tree: ast.Module, edits: Sequence[EditFunction | AddField]) -> ast.Module:
+    """The top-level definitions that edits touch: copying a whole file's tree takes long."""
+    names = {edit.qualname.split(".")[0] for edit in edits}
+    body = [node for node in tree.body if getattr(node, "name", None) in names]
+    return ast.Module(body, type_ignores=[])
+
+
+def field_names(definition: ast.ClassDef) -> list[str]:
+    """The names of the annotated attributes of a class, in order."""
+    return [
+        node.target.id
+        for node in definition.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    ]
+
+
+def _find_definition(
+    tree: ast.Module, qualname: str, kinds: tuple[type[ast.AST], ...], word: str
+) -> ast.AST:
     nodes: list[ast.AST] = [tree]
     for name in qualname.split("."):
         nodes = [
@@ -261,8 +472,18 @@ def find_function(tree: ast.Module, qualname: str) -> ast.FunctionDef | ast.Asyn
             for child in ast.iter_child_nodes(node)
             if isinstance(child, (*_FunctionNode, ast.ClassDef)) and child.name == name
         ]
-    found = [node for node in nodes if isinstance(node, _FunctionNode)]
-    return _only(found, f"def {qualname}")
+    return _only([node for node in nodes if isinstance(node, kinds)], f"{word} {qualname}")
+
+
+def find_function(tree: ast.Module, qualname: str) -> ast.FunctionDef | ast.AsyncFunctionDef:
+    """The definition of a function or method in a file's tree.
+
+    Raises:
+        EditRefused: it is not there exactly once.
+    """
+    found = _find_definition(tree, qualname, _FunctionNode, "def")
+    assert isinstance(found, _FunctionNode)
+    return found
 
 
 # --- live functions ---------------------------------------------------------------------------
@@ -327,18 +548,174 @@ def _compile(tree: ast.Module, filename: str) -> CodeType:
     return compile(tree, filename, "exec", dont_inherit=True, optimize=sys.flags.optimize)
 
 
-@dataclass
-class _Target:
-    """A live function that some fix edits, and what it was before.
+class _LiveFunction:
+    """A function that some fix edits, and what it was before."""
 
-    ``edited`` is the code object that the editor put there last; None while it is stock.
-    """
+    def __init__(self, qualname: str, function: FunctionType, foreign_wrappers: list[str]):
+        self.qualname = qualname
+        self.function = function
+        self.foreign_wrappers = foreign_wrappers
+        self.stock = function.__code__
+        self.stock_defaults = function.__defaults__
+        self.edited: CodeType | None = None
 
-    qualname: str
-    function: FunctionType
-    stock: CodeType
-    foreign_wrappers: list[str]
-    edited: CodeType | None = None
+    @classmethod
+    def check(
+        cls, module: ModuleType, qualname: str, tree: ast.Module, stock_file: CodeType
+    ) -> _LiveFunction:
+        """Take the function that has this name now.
+
+        Raises:
+            EditRefused: it is not what the source file says.
+        """
+        where = f"{module.__name__}.{qualname}"
+        definition = find_function(tree, qualname)
+        decorators = definition.decorator_list
+        function, wrappers = unwrap(_member(module, qualname), where)
+        first_line = min([definition.lineno, *(node.lineno for node in decorators)])
+        if function.__code__ != _find_code(stock_file, qualname, first_line):
+            raise EditRefused(
+                f"the running code of {where} is not that of {stock_file.co_filename}, "
+                f"but {_describe(function)}: a stale .pyc file or another patch"
+            )
+        # What is around the function beyond the decorators of its own source came later.
+        foreign = wrappers[: max(0, len(wrappers) - len(decorators))]
+        return cls(qualname, function, [*map(_describe, foreign)])
+
+    def new_content(
+        self, edits: Sequence[EditFunction | AddField], edited_file: CodeType
+    ) -> tuple[CodeType, tuple[object, ...]]:
+        """The code object with these edits, and the defaults of the parameters they add."""
+        code = _find_code(edited_file, self.qualname, self.stock.co_firstlineno)
+        if code.co_freevars != self.stock.co_freevars:
+            raise EditRefused(f"the edit of {self.qualname} would change its free variables")
+        added: tuple[object, ...] = ()
+        for edit in edits:
+            if isinstance(edit, EditFunction) and edit.qualname == self.qualname:
+                added += edit.added_defaults
+        return code, added
+
+    def install(self, content: tuple[CodeType, tuple[object, ...]] | None) -> None:
+        """Put new content into the function, or its stock content back (None)."""
+        code, added = content or (self.stock, ())
+        defaults = (*(self.stock_defaults or ()), *added) if added else self.stock_defaults
+        # Defaults must never outnumber the parameters, not even for the time between the two.
+        if code.co_argcount >= self.function.__code__.co_argcount:
+            self.function.__code__ = code
+            self.function.__defaults__ = defaults
+        else:
+            self.function.__defaults__ = defaults
+            self.function.__code__ = code
+        self.edited = code if content else None
+
+    def is_current(self, module: ModuleType) -> bool:
+        """Whether the module's name still leads to this function and the code put there."""
+        try:
+            live, _ = unwrap(_member(module, self.qualname), self.qualname)
+        except EditRefused:
+            return False
+        return live.__code__ is (self.edited or self.stock)
+
+
+class _LiveDataclass:
+    """A dataclass that some fix adds fields to, and what it was before."""
+
+    # What dataclass() makes out of the fields: a second run keeps what is there already.
+    _GENERATED = ("__init__", "__repr__", "__eq__", "__match_args__", "__replace__")
+    _RECORDS = ("__doc__", "__dataclass_fields__", "__dataclass_params__")
+    foreign_wrappers: ClassVar[list[str]] = []
+
+    def __init__(self, qualname: str, owner: type):
+        self.qualname = qualname
+        self.owner = owner
+        self.edited = False
+        self._undo: dict[str, object] = {}
+
+    @classmethod
+    def check(
+        cls, module: ModuleType, qualname: str, tree: ast.Module, stock_file: CodeType
+    ) -> _LiveDataclass:
+        """Take the class that has this name now.
+
+        Raises:
+            EditRefused: it is not the plain dataclass that the source file says.
+        """
+        owner = _member(module, qualname)
+        definition = _find_definition(tree, qualname, (ast.ClassDef,), "class")
+        assert isinstance(definition, ast.ClassDef)
+        if not isinstance(owner, type) or "__dataclass_fields__" not in vars(owner):
+            raise EditRefused(f"{qualname} is {_describe(owner)}, not a dataclass")
+        parameters: Any = vars(owner)["__dataclass_params__"]
+        if parameters.frozen or parameters.order or "__slots__" in vars(owner):
+            raise EditRefused(f"{qualname} is not a plain dataclass")
+        if [field.name for field in dataclasses.fields(owner)] != field_names(definition):
+            raise EditRefused(f"the running {qualname} has not the fields of its source")
+        return cls(qualname, owner)
+
+    def new_content(
+        self, edits: Sequence[EditFunction | AddField], edited_file: CodeType
+    ) -> list[AddField]:
+        """The fields to add, in order."""
+        return [
+            edit for edit in edits if isinstance(edit, AddField) and edit.qualname == self.qualname
+        ]
+
+    def install(self, added: list[AddField] | None) -> None:
+        """Give the class these fields beyond its own, or none (None)."""
+        self._restore()
+        if not added:
+            return
+        owner: Any = self.owner
+        entries = vars(owner)
+        old_fields: dict[str, dataclasses.Field[Any]] = entries["__dataclass_fields__"]
+        names = [*self._GENERATED, *self._RECORDS, *(edit.name for edit in added)]
+        factories = {
+            name: field
+            for name, field in old_fields.items()
+            if field.default_factory is not dataclasses.MISSING
+        }
+        self._undo = {name: entries.get(name, _MISSING) for name in (*names, *factories)}
+        # Asked of the class: from Python 3.14 they are not among its entries.
+        self._undo["__annotations__"] = owner.__annotations__
+        try:
+            # dataclass() takes a factory from the class attribute, which its first run removed.
+            for name, field in factories.items():
+                setattr(owner, name, copy.copy(field))
+            for name in self._GENERATED:
+                if name in entries:
+                    delattr(owner, name)
+            if (owner.__doc__ or "").startswith(f"{owner.__name__}("):
+                owner.__doc__ = None  # generated as well: the signature
+            annotations = dict(owner.__annotations__)
+            for edit in added:
+                annotations[edit.name] = edit.type
+                setattr(owner, edit.name, edit.default)
+            owner.__annotations__ = annotations
+            old: Any = self._undo["__dataclass_params__"]
+            dataclasses.dataclass(init=old.init, repr=old.repr, eq=old.eq)(owner)
+        except BaseException:
+            self._restore()
+            raise
+        self.edited = True
+
+    def _restore(self) -> None:
+        for name, value in self._undo.items():
+            if value is not _MISSING:
+                setattr(self.owner, name, value)
+            elif name in vars(self.owner):
+                delattr(self.owner, name)
+        self._undo = {}
+        self.edited = False
+
+    def is_current(self, module: ModuleType) -> bool:
+        """Whether the module's name still leads to this class."""
+        try:
+            return _member(module, self.qualname) is self.owner
+        except EditRefused:
+            return False
+
+
+_MISSING = object()
 
 
 class SourceEditor:
@@ -368,11 +745,16 @@ class SourceEditor:
             raise EditRefused(f"{filename} has changed since the fix was decided on")
         self.filename = filename
         self._source = source
-        self._targets: dict[str, _Target] = {}
-        self._active: dict[str, tuple[Edit, ...]] = {}
+        self._targets: dict[str, _LiveFunction | _LiveDataclass] = {}
+        self._active: dict[str, list[str]] = {}
 
-    def set_active(self, edits: Mapping[str, tuple[Edit, ...]]) -> None:
-        """Make the live functions those of the stock source with exactly these edits.
+    @property
+    def active(self) -> tuple[str, ...]:
+        """The ids of the fixes whose edits are in the live module."""
+        return tuple(self._active)
+
+    def set_active(self, edits: Mapping[str, Sequence[Edit]]) -> None:
+        """Make the live module that of the stock source with exactly these edits.
 
         Args:
             edits: fix id to its edits of this module, in the order in which to make them.
@@ -380,89 +762,60 @@ class SourceEditor:
         Raises:
             EditRefused: nothing has changed.
         """
-        new = self._edited_code(edits) if edits else {}
-        for target in self._targets.values():
-            code = new.get(target.qualname)
-            target.function.__code__ = code or target.stock
-            target.edited = code
-        self._active = dict(edits)
+        active, content = self._edited(edits) if edits else ({}, {})
+        for qualname, target in self._targets.items():
+            target.install(content.get(qualname))
+        self._active = active
 
-    def _edited_code(self, edits: Mapping[str, tuple[Edit, ...]]) -> dict[str, CodeType]:
-        """The code objects of all functions that the edits change, by qualified name."""
+    def _edited(
+        self, edits: Mapping[str, Sequence[Edit]]
+    ) -> tuple[dict[str, list[str]], dict[str, Any]]:
+        """The names that each fix edits, and the new content of each name."""
         # Parsed anew each time: a tree is of use once, and larger than its source by far.
         tree = ast.parse(self._source, self.filename)
-        in_order = [edit for fix_edits in edits.values() for edit in fix_edits]
-        targets = self._checked_targets(tree, [edit.qualname for edit in in_order])
-        for edit in in_order:
+        stock_file = _compile(tree, self.filename)
+        targets: dict[str, _LiveFunction | _LiveDataclass] = {}
+        active: dict[str, list[str]] = {}
+        made: list[EditFunction | AddField] = []
+        for fix_id, fix_edits in edits.items():
+            for edit in resolve(fix_edits, tree):
+                if edit.qualname not in targets:
+                    targets[edit.qualname] = self._target(edit, tree, stock_file)
+                active.setdefault(fix_id, []).append(edit.qualname)
+                made.append(edit)
+        for edit in made:
             edit.apply(tree)
         edited_file = _compile(ast.fix_missing_locations(tree), self.filename)
-        new = {}
-        for qualname, target in targets.items():
-            code = _find_code(edited_file, qualname, target.stock.co_firstlineno)
-            if code.co_freevars != target.stock.co_freevars:
-                raise EditRefused(f"the edit of {qualname} would change its free variables")
-            new[qualname] = code
+        content = {
+            qualname: target.new_content(made, edited_file) for qualname, target in targets.items()
+        }
         self._targets.update(targets)
-        return new
+        return active, content
 
-    def _checked_targets(self, tree: ast.Module, qualnames: Sequence[str]) -> dict[str, _Target]:
-        """The live functions of these names, checked to be what the source file says."""
-        stock_file: CodeType | None = None
-        targets: dict[str, _Target] = {}
-        for qualname in qualnames:
-            target = self._targets.get(qualname)
-            if target is None or self._live_code(target) is not (target.edited or target.stock):
-                # Not seen before, or replaced since, by a reload for one.
-                stock_file = stock_file or _compile(tree, self.filename)
-                target = self._new_target(tree, stock_file, qualname)
-            targets[qualname] = target
-        return targets
+    def _target(
+        self, edit: EditFunction | AddField, tree: ast.Module, stock_file: CodeType
+    ) -> _LiveFunction | _LiveDataclass:
+        known = self._targets.get(edit.qualname)
+        if known is not None and known.is_current(self.module):
+            return known
+        # Not seen before, or replaced since, by a reload for one.
+        kind = _LiveDataclass if isinstance(edit, AddField) else _LiveFunction
+        return kind.check(self.module, edit.qualname, tree, stock_file)
 
-    def _new_target(self, tree: ast.Module, stock_file: CodeType, qualname: str) -> _Target:
-        where = f"{self.module.__name__}.{qualname}"
-        definition = find_function(tree, qualname)
-        decorators = definition.decorator_list
-        function, wrappers = unwrap(_member(self.module, qualname), where)
-        first_line = min([definition.lineno, *(node.lineno for node in decorators)])
-        if function.__code__ != _find_code(stock_file, qualname, first_line):
-            raise EditRefused(
-                f"the running code of {where} is not that of {self.filename}, "
-                f"but {_describe(function)}: a stale .pyc file or another patch"
-            )
-        # What is around the function beyond the decorators of its own source came later.
-        foreign = wrappers[: max(0, len(wrappers) - len(decorators))]
-        return _Target(qualname, function, function.__code__, [*map(_describe, foreign)])
-
-    def _live_code(self, target: _Target) -> CodeType | None:
-        """The code behind the module's name now: not the target's own where it was replaced."""
-        try:
-            member = _member(self.module, target.qualname)
-            return unwrap(member, target.qualname)[0].__code__
-        except EditRefused:
-            return None
-
-    def is_live(self, edits: Sequence[Edit]) -> bool:
-        """Whether the functions of these edits still run the code that was put there."""
-        return all(
-            (target := self._targets.get(edit.qualname)) is not None
-            and target.edited is not None
-            and self._live_code(target) is target.edited
-            for edit in edits
+    def is_live(self, fix_id: str) -> bool:
+        """Whether the module still is as the edits of a fix have made it."""
+        return fix_id in self._active and all(
+            self._targets[name].edited and self._targets[name].is_current(self.module)
+            for name in self._active[fix_id]
         )
 
-    def foreign_wrappers(self, edits: Sequence[Edit]) -> list[str]:
-        """What was wrapped around the functions of these edits before they were edited."""
+    def foreign_wrappers(self, fix_id: str) -> list[str]:
+        """What was around the functions of a fix, beyond their own decorators, when edited."""
         return [
-            f"{edit.qualname} edited beneath {wrapper}"
-            for edit in edits
-            if edit.qualname in self._targets
-            for wrapper in self._targets[edit.qualname].foreign_wrappers
+            f"{name} edited beneath {wrapper}"
+            for name in self._active.get(fix_id, ())
+            for wrapper in self._targets[name].foreign_wrappers
         ]
-
-    @property
-    def active(self) -> Mapping[str, tuple[Edit, ...]]:
-        """Fix id to its edits, of the fixes whose edits are in the live functions."""
-        return self._active
 
 
 def raise_when_called(

@@ -8,14 +8,15 @@ initialise CUDA before a fork.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import sys
 import threading
 from types import ModuleType
 
-from . import __version__
-from .code_edit import Edit, EditRefused, SourceEditor, raise_when_called
+from . import __version__, process_facts
+from .code_edit import Edit, EditRefused, SourceEditor, function_names, raise_when_called
 from .decision import Decider, ReleaseTable
 from .fix import Fix, FixRefused, FixStatus, State, module_path
 from .fixes import CATALOGUE, by_id
@@ -98,7 +99,7 @@ class _Process:
             for fix in wanted:
                 self.refuse(fix, error, module)
             return
-        if all(fix.id in editor.active and editor.is_live(fix.edits[name]) for fix in wanted):
+        if all(editor.is_live(fix.id) for fix in wanted):
             return
         try:
             editor.set_active(self._edits(name, wanted))
@@ -137,14 +138,13 @@ class _Process:
         status = self.statuses[fix.id]
         if status.state is State.PENDING and self.is_live(fix):
             status.state = State.APPLIED
-            for name, edits in fix.edits.items():
-                status.notes += self.editors[name].foreign_wrappers(edits)
+            for name in fix.edits:
+                status.notes += self.editors[name].foreign_wrappers(fix.id)
 
     def is_live(self, fix: Fix) -> bool:
         """Whether every function that the fix edits runs the edited code."""
         return all(
-            name in self.editors and self.editors[name].is_live(edits)
-            for name, edits in fix.edits.items()
+            name in self.editors and self.editors[name].is_live(fix.id) for name in fix.edits
         )
 
     def refuse(self, fix: Fix, error: Exception, module: ModuleType) -> None:
@@ -164,16 +164,16 @@ class _Process:
         )
         if self.strict:
             # An import must not break; the first call of what would have been fixed may.
-            for edit in fix.edits[module.__name__]:
-                raise_when_called(module, edit.qualname, lambda: FixRefused(_stopped([fix.id])))
+            for qualname in function_names(fix.edits[module.__name__]):
+                raise_when_called(module, qualname, lambda: FixRefused(_stopped([fix.id])))
 
     def withdraw(self, fix: Fix) -> None:
         """Put back the code that a module has without this fix."""
         for name in fix.edits:
             editor = self.editors.get(name)
             if editor is not None and fix.id in editor.active:
-                others = {id_: edits for id_, edits in editor.active.items() if id_ != fix.id}
-                editor.set_active(others)
+                others = [by_id(other) for other in editor.active if other != fix.id]
+                editor.set_active(self._edits(name, others))
 
     # --- reporting ---
 
@@ -264,19 +264,26 @@ def decided() -> tuple[str, ...]:
 def status() -> list[FixStatus]:
     """Every fix of the catalogue with its state, applied ones checked against the live code."""
     with _process.lock:
-        found = []
-        for fix in CATALOGUE:
-            current = _process.statuses.get(fix.id, FixStatus(fix, State.OFF))
-            if current.state is State.APPLIED and not _process.is_live(fix):
-                current = FixStatus(
-                    fix,
-                    State.LOST,
-                    "its module was reloaded or its functions were replaced",
-                    "restart the process",
-                    current.release,
-                )
-            found.append(current)
-        return found
+        return [_current(fix) for fix in CATALOGUE]
+
+
+def _current(fix: Fix) -> FixStatus:
+    decided = _process.statuses.get(fix.id, FixStatus(fix, State.OFF))
+    if decided.state is State.APPLIED and not _process.is_live(fix):
+        return FixStatus(
+            fix,
+            State.LOST,
+            "its module was reloaded or its functions were replaced",
+            "restart the process",
+            decided.release,
+        )
+    notes = list(decided.notes)
+    runner, left_alone = process_facts.runner(), process_facts.left_alone(fix.id)
+    if decided.state in (State.PENDING, State.APPLIED) and runner not in (None, fix.scope):
+        notes.append(f"this process uses the {runner}")
+    if left_alone is not None:
+        notes.append(f"leaves this engine as it is: {left_alone}")
+    return dataclasses.replace(decided, notes=notes)
 
 
 def undo(fix_id: str | None) -> None:

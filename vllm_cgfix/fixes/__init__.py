@@ -8,9 +8,9 @@ hashes of its files.
 from __future__ import annotations
 
 from ..fix import Fix
-from . import dispatch_order
+from . import dispatch_order, skip_attention
 
-CATALOGUE: tuple[Fix, ...] = (dispatch_order.FIX,)
+CATALOGUE: tuple[Fix, ...] = (dispatch_order.FIX, skip_attention.FIX)
 """Every fix, in the order in which edits of one file are made."""
 
 

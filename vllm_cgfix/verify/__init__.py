@@ -72,16 +72,17 @@ def reproduce(
     Args:
         fix: the fix.
         with_plugin: whether the fix is switched on there, or the plugin is off.
-        environ: variables to add to this process's; None to remove nothing and add nothing.
+        environ: the environment to use instead of this process's.
         arguments: passed on to the reproduction.
         timeout: seconds after which it is given up.
 
     Raises:
         ReproductionFailed: it crashed, printed no result, or took too long.
     """
-    variables = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_CGFIX")}
+    inherited = os.environ if environ is None else environ
+    variables = {k: v for k, v in inherited.items() if not k.startswith("VLLM_CGFIX")}
     variables.pop("PYTHONDONTWRITEBYTECODE", None)  # else vLLM is compiled anew in every run
-    variables |= {"VLLM_CGFIX": fix.id if with_plugin else "off", **(environ or {})}
+    variables["VLLM_CGFIX"] = fix.id if with_plugin else "off"
     module = f"{__name__}.{fix.id.replace('-', '_')}"
     try:
         process = subprocess.run(

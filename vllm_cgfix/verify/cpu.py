@@ -23,6 +23,7 @@ import inspect
 import json
 import os
 import tempfile
+import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -264,17 +265,29 @@ def make_v1_runner(
     sizes: Sequence[int] = CAPTURE_SIZES,
     *,
     uniform_decode_query_len: int = 1,
+    kv_cache_groups: int = 1,
 ) -> Any:
     """A V1 ``CPUModelRunner`` with model, KV cache and a dispatcher that answers as on a GPU.
 
     :param mode: name of a ``CUDAGraphMode``: "FULL", "FULL_DECODE_ONLY" or "FULL_AND_PIECEWISE".
     :param sizes: the capture sizes.
     :param uniform_decode_query_len: tokens of one decode request; above 1 for speculative decoding.
+    :param kv_cache_groups: 1, or 2 for each of the two layers with blocks of its own.
     """
     runner_module = importlib.import_module("vllm.v1.worker.cpu_model_runner")
     runner = runner_module.CPUModelRunner(config, torch.device("cpu"))
     runner.load_model()
-    runner.initialize_kv_cache(kv_cache_config(config, runner.get_kv_cache_spec()))
+    planned = kv_cache_config(config, runner.get_kv_cache_spec())
+    if kv_cache_groups > 1:
+        planned.kv_cache_groups = [
+            dataclasses.replace(group, layer_names=[layer])
+            for group in planned.kv_cache_groups
+            for layer in group.layer_names
+        ]
+        # The CPU runner of 0.11.0 refuses two groups here; a GPU's does not.
+        base = importlib.import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
+        runner._may_reorder_batch = types.MethodType(base._may_reorder_batch, runner)
+    runner.initialize_kv_cache(planned)
     separate_device_buffers(runner)
     dispatch_to_full_graphs(runner, mode, sizes, uniform_decode_query_len)
     return runner
@@ -311,100 +324,3 @@ def separate_device_buffers(runner: Any) -> None:
                 value.gpu = value.cpu.clone()
             elif isinstance(value, torch.Tensor) and name + "_cpu" in vars(owner):
                 setattr(owner, name, getattr(owner, name + "_cpu").clone())
-
-
-class CudaGraphs:
-    """What :func:`imitate_cuda_graphs` puts in place of CUDA graphs.
-
-    :ivar capturing: a ``with torch.cuda.graph(...)`` or a begun capture is active.
-    """
-
-    def __init__(self) -> None:
-        self.capturing = False
-
-    @contextlib.contextmanager
-    def graph(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        outer, self.capturing = self.capturing, True
-        try:
-            yield
-        finally:
-            self.capturing = outer
-
-
-def imitate_cuda_graphs() -> CudaGraphs:
-    """Let vLLM capture: graphs that record nothing, streams that order nothing.
-
-    Call it after :func:`make_v2_runner`, whose imports put imitations of vLLM's own in some of the
-    same places, and those lack what a capture needs.
-    """
-    graphs = CudaGraphs()
-
-    class Stream:
-        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-        def wait_stream(self, other: Any) -> None: ...
-        def wait_event(self, event: Any) -> None: ...
-        def record_event(self, event: Any = None) -> None: ...
-        def synchronize(self) -> None: ...
-
-    class Graph:
-        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-        def replay(self) -> None: ...
-        def pool(self) -> tuple[int, int]:
-            return (0, 1)
-
-        def capture_begin(self, *args: Any, **kwargs: Any) -> None:
-            graphs.capturing = True
-
-        def capture_end(self) -> None:
-            graphs.capturing = False
-
-    stream = Stream()
-    cuda: Any = torch.cuda
-    cuda.Stream, cuda.CUDAGraph, cuda.graph = Stream, Graph, graphs.graph
-    cuda.current_stream = lambda *args, **kwargs: stream
-    cuda.stream = lambda *args, **kwargs: contextlib.nullcontext()
-    cuda.graph_pool_handle = lambda *args, **kwargs: (0, 1)
-    cuda.mem_get_info = lambda *args, **kwargs: (KV_CACHE_BYTES, KV_CACHE_BYTES)
-    accelerator: Any = torch.accelerator
-    accelerator.get_memory_info = cuda.mem_get_info
-    for owner in (cuda, accelerator):
-        owner.empty_cache = owner.synchronize = lambda *args, **kwargs: None
-
-    platform = importlib.import_module("vllm.platforms.cpu").CpuPlatform
-    platform.get_global_graph_pool = lambda self: (0, 1)
-    platform.graph_pool_handle = classmethod(lambda cls: (0, 1))
-    return graphs
-
-
-def make_v2_runner(config: Any) -> Any:
-    """A V2 ``CPUModelRunner`` with model and KV cache (from 0.23.0).
-
-    :raises ModuleNotFoundError: this release's V2 runner does not run on a CPU.
-    """
-    device = torch.device("cpu")
-    # Where the worker of a CPU imports it: vLLM's own replacements for what V2 asks of torch.cuda.
-    importlib.import_module("vllm.v1.worker.cpu.shm")
-    runner_module = importlib.import_module("vllm.v1.worker.cpu.model_runner")
-    importlib.import_module("vllm.v1.worker.workspace").init_workspace_manager(device)
-    runner = runner_module.CPUModelRunner(config, device)
-    runner.load_model()
-    runner.initialize_kv_cache(kv_cache_config(config, runner.get_kv_cache_spec()))
-    return runner
-
-
-def capture_as_on_gpu(runner: Any, mode: str, sizes: Sequence[int] = CAPTURE_SIZES) -> None:
-    """Give a V2 runner the graph manager that it would make for ``mode`` on a GPU."""
-    utils = importlib.import_module("vllm.v1.worker.gpu.cudagraph_utils")
-    set_cudagraph_mode(runner.vllm_config, mode, sizes)
-    runner.cudagraph_manager = utils.ModelCudaGraphManager(
-        runner.vllm_config, runner.device, cudagraph_mode(mode), 1
-    )
-
-
-def call(function: Callable[..., Any], **arguments: Any) -> Any:
-    """Call ``function`` with those of ``arguments`` that it has in this release.
-
-    :raises TypeError: it needs one that is not among them.
-    """
-    known = inspect.signature(function).parameters
-    return function(**{name: value for name, value in arguments.items() if name in known})

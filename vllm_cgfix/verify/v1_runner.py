@@ -77,6 +77,12 @@ class ForwardPass:
         }
 
 
+def as_dict(descriptor: Any) -> dict[str, Any]:
+    """The fields of a ``BatchDescriptor``: a named tuple up to 0.16, then a dataclass."""
+    fields = descriptor._asdict() if hasattr(descriptor, "_asdict") else vars(descriptor)
+    return dict(fields)
+
+
 class Probe:
     """Replaces a runner's model and listens to its builders, collectives and pinned buffers.
 
@@ -112,7 +118,7 @@ class Probe:
 
     def _reset(self) -> None:
         self._plans, self._seq_lens_at_model_kwargs = [], []
-        self._collectives, self._events = 0, []
+        self._collectives = 0
 
     def _finished(self) -> ForwardPass:
         # The runner may still use the collective and the event after the model has run.
@@ -135,9 +141,7 @@ class Probe:
         self.passes.append(
             ForwardPass(
                 mode=context.cudagraph_runtime_mode.name,
-                descriptor=None if descriptor is None else descriptor._asdict()
-                if hasattr(descriptor, "_asdict")
-                else dataclasses.asdict(descriptor),
+                descriptor=None if descriptor is None else as_dict(descriptor),
                 metadata=metadata,
                 num_input_tokens=positions.shape[-1],
                 input_ids=input_ids.tolist(),
@@ -193,6 +197,12 @@ class Probe:
 
         self.runner._init_model_kwargs = listening
 
+    @property
+    def agrees_on_microbatches_first(self) -> bool:
+        """Whether the ranks agree on microbatches by a collective of its own (up to 0.11.0)."""
+        module = importlib.import_module("vllm.v1.worker.gpu_model_runner")
+        return not hasattr(module, "coordinate_batch_across_dp")
+
     @contextlib.contextmanager
     def busy_rank(self, num_tokens: int) -> Iterator[None]:
         """Let every collective meet a second data-parallel rank with ``num_tokens`` tokens.
@@ -240,6 +250,7 @@ class Probe:
         event = types.SimpleNamespace(
             synchronize=lambda: log("synchronize"), record=lambda: log("record")
         )
+        self._events = []
         saved_event = runner.prepare_inputs_event
         runner.prepare_inputs_event = event
         undo: list[Callable[[], None]] = []

@@ -1,0 +1,264 @@
+"""The text of one function of a release, in lines that remember where they came from.
+
+Mutants and patches both work on this text and never on a syntax tree, so that a patch is an
+independent witness of what an edit of the tree should have done. Stock lines are counted from the
+function's ``def``, which is line 1.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of text.
+
+    Attributes:
+        text: the line.
+        stock: the numbers of the stock lines that it was made of; none for a new line.
+        copied: it repeats lines that are still there.
+    """
+
+    text: str
+    stock: frozenset[int] = frozenset()
+    copied: bool = False
+
+    @property
+    def indent(self) -> int:
+        return len(self.text) - len(self.text.lstrip(" "))
+
+    @property
+    def blank(self) -> bool:
+        return not self.text.strip() or self.text.lstrip().startswith("#")
+
+    def moved_by(self, columns: int) -> Line:
+        """The line with another indentation."""
+        if not self.text.strip():
+            return self
+        return replace(self, text=" " * (self.indent + columns) + self.text.lstrip(" "))
+
+
+@dataclass(frozen=True)
+class FunctionText:
+    """A function in the smallest file that holds it under the same qualified name.
+
+    Attributes:
+        qualname: such as ``"Class.method"``.
+        header: future imports and one ``class`` line for each enclosing class.
+        lines: the function, decorators included.
+    """
+
+    qualname: str
+    header: tuple[str, ...]
+    lines: tuple[Line, ...]
+
+    @classmethod
+    def read(cls, file: Path, qualname: str) -> FunctionText:
+        """Cut a function out of a source file."""
+        source = file.read_text("utf-8")
+        tree = ast.parse(source)
+        header = [
+            f"from __future__ import {', '.join(alias.name for alias in node.names)}"
+            for node in tree.body
+            if isinstance(node, ast.ImportFrom) and node.module == "__future__"
+        ]
+        *classes, name = qualname.split(".")
+        body: list[ast.stmt] = tree.body
+        for class_name in classes:
+            (owner,) = (n for n in body if isinstance(n, ast.ClassDef) and n.name == class_name)
+            header.append(f"{' ' * owner.col_offset}class {class_name}:")
+            body = owner.body
+        (function,) = (n for n in body if isinstance(n, ast.FunctionDef) and n.name == name)
+        first = min([function.lineno, *(node.lineno for node in function.decorator_list)])
+        assert function.end_lineno is not None
+        texts = source.splitlines()[first - 1 : function.end_lineno]
+        assert all(text.isascii() for text in texts), "columns are counted in characters"
+        return cls(
+            qualname,
+            tuple(header),
+            tuple(
+                Line(text, frozenset([number]))
+                for number, text in enumerate(texts, first - function.lineno + 1)
+            ),
+        )
+
+    def file_text(self, lines: Sequence[Line]) -> str:
+        """The text of the small file with these lines as the function."""
+        return "\n".join([*self.header, *(line.text for line in lines)]) + "\n"
+
+
+class Inapplicable(Exception):
+    """A patch cannot follow a mutant."""
+
+
+class Operation(Protocol):
+    """One change of a function's text."""
+
+    def anchors(self) -> tuple[int, ...]:
+        """The stock lines that must be there once, in the stock order."""
+
+    def apply(self, lines: list[Line]) -> list[Line]:
+        """The changed text.
+
+        Raises:
+            Inapplicable: a place is gone, is there twice or is nested differently.
+        """
+
+
+def patch(lines: Sequence[Line], operations: Sequence[Operation]) -> list[Line]:
+    """Make the changes of a patch, one after the other, in stock or mutated text.
+
+    Raises:
+        Inapplicable: they cannot be made.
+    """
+    anchors = sorted({number for operation in operations for number in operation.anchors()})
+    places = [_position(lines, number) for number in anchors]
+    if places != sorted(set(places)):
+        raise Inapplicable("lines of the patch are no longer in their order")
+    changed = list(lines)
+    for operation in operations:
+        changed = operation.apply(changed)
+    return changed
+
+
+def _position(lines: Sequence[Line], number: int) -> int:
+    found = [index for index, line in enumerate(lines) if number in line.stock]
+    if not found or any(lines[index].copied for index in found):
+        raise Inapplicable(f"line {number} is gone or there more than once")
+    return found[0]
+
+
+def _extent(
+    lines: Sequence[Line], first: int, last: int, *, whole_block: bool = False
+) -> tuple[int, int]:
+    """From the line ``first`` to behind ``last``, and what mutations have put there.
+
+    New lines at the end belong to it where they are indented more deeply than the first, or,
+    for a whole block, as deeply.
+    """
+    start = _position(lines, first)
+    numbers = frozenset(range(first, last + 1))
+    stop = 1 + max(index for index, line in enumerate(lines) if numbers & line.stock)
+    if stop <= start:
+        raise Inapplicable(f"lines {first} to {last} are no longer in their order")
+    least = lines[start].indent + (0 if whole_block else 1)
+    while stop < len(lines) and (lines[stop].blank or lines[stop].indent >= least):
+        stop += 1
+    while lines[stop - 1].blank:
+        stop -= 1
+    return start, stop
+
+
+def _headers(lines: Sequence[Line], index: int) -> list[int]:
+    """The lines that open the blocks around a line, innermost first."""
+    found = []
+    indent = lines[index].indent
+    for above in range(index - 1, -1, -1):
+        if not lines[above].blank and lines[above].indent < indent:
+            indent = lines[above].indent
+            found.append(above)
+    return found
+
+
+# A space before `=` tells a statement from the keyword of a call that has a line to itself.
+_SETS = (
+    r"^\s*[\w, ]*\b{name}\b[\w, ]*(:[^=()]*)? ([-+*/%&|^@]|//|\*\*|<<|>>)?=(?!=)"
+    r"|\bfor [\w, ]*\b{name}\b[\w, ]* in\b|\b(as|def|import|case|del) {name}\b|\b{name} :="
+)
+
+
+@dataclass(frozen=True)
+class MoveLines:
+    """Move lines before another, at its indentation, out of blocks but never into one.
+
+    ``reads`` are names that must have the same value there as where the lines were.
+    """
+
+    first: int
+    last: int
+    before: int
+    reads: tuple[str, ...] = ()
+
+    def anchors(self) -> tuple[int, ...]:
+        return (self.before, self.first, self.last)
+
+    def apply(self, lines: list[Line]) -> list[Line]:
+        start, stop = _extent(lines, self.first, self.last)
+        at = _position(lines, self.before)
+        if not set(_headers(lines, at)) <= set(_headers(lines, start)):
+            raise Inapplicable(f"line {self.before} is in a block of its own")
+        passed = "\n".join(line.text for line in lines[at:start] if not line.blank)
+        for name in self.reads:
+            if re.search(_SETS.format(name=name), passed, re.MULTILINE):
+                raise Inapplicable(f"{name} is set between the lines {self.before} and {self.first}")
+        columns = lines[at].indent - lines[start].indent
+        moved = [line.moved_by(columns) for line in lines[start:stop]]
+        return [*lines[:at], *moved, *lines[at:start], *lines[stop:]]
+
+
+@dataclass(frozen=True)
+class InsertText:
+    """Insert text of our own before or after a line, at its indentation."""
+
+    text: str
+    before: int | None = None
+    after: int | None = None
+
+    def anchors(self) -> tuple[int, ...]:
+        return tuple(number for number in (self.before, self.after) if number is not None)
+
+    def apply(self, lines: list[Line]) -> list[Line]:
+        (number,) = self.anchors()
+        at = _position(lines, number)
+        new = [Line(text).moved_by(lines[at].indent) for text in self.text.splitlines()]
+        if self.after is not None:
+            _, at = _extent(lines, number, number)
+        return [*lines[:at], *new, *lines[at:]]
+
+
+@dataclass(frozen=True)
+class ReplaceNames:
+    """Write ``replacement`` (with ``{}`` for the name) for names, in lines to the block's end."""
+
+    first: int
+    last: int
+    names: tuple[str, ...]
+    replacement: str
+
+    def anchors(self) -> tuple[int, ...]:
+        return (self.first,)
+
+    def apply(self, lines: list[Line]) -> list[Line]:
+        start, stop = _extent(lines, self.first, self.last, whole_block=True)
+        # Neither an attribute nor the keyword of a call, which are written without spaces.
+        names = re.compile(rf"(?<![\w.])({'|'.join(self.names)})\b(?!=[^=])")
+        new = self.replacement.format(r"\1")
+        return [
+            *lines[:start],
+            *(replace(line, text=names.sub(new, line.text)) for line in lines[start:stop]),
+            *lines[stop:],
+        ]
+
+
+@dataclass(frozen=True)
+class WrapLines:
+    """Put lines below a header of our own, indented."""
+
+    first: int
+    last: int
+    header: str
+
+    def anchors(self) -> tuple[int, ...]:
+        return (self.first,)
+
+    def apply(self, lines: list[Line]) -> list[Line]:
+        start, stop = _extent(lines, self.first, self.last)
+        wrapped = [line.moved_by(4) for line in lines[start:stop]]
+        header = Line(self.header).moved_by(lines[start].indent)
+        return [*lines[:start], header, *wrapped, *lines[stop:]]

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import ast
 import functools
-import hashlib
-import importlib.util
 import inspect
 import sys
-import textwrap
 import traceback
 
 import pytest
@@ -24,6 +21,8 @@ from vllm_cgfix.code_edit import (
     matches,
     raise_when_called,
 )
+
+from .samples import edited_text, editor_of
 
 SOURCE = '''
 from __future__ import annotations
@@ -68,32 +67,6 @@ class Runner(Base):
 '''
 
 
-@pytest.fixture
-def load(tmp_path):
-    """Write a source text to a file and import it as a module."""
-    names = []
-
-    def load(source=SOURCE, name="cgfix_sample"):
-        path = tmp_path / f"{name}.py"
-        path.write_text(source)
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        names.append(name)
-        spec.loader.exec_module(module)
-        return module
-
-    yield load
-    for name in names:
-        del sys.modules[name]
-
-
-def editor_of(module):
-    path = module.__spec__.origin
-    with open(path, "rb") as file:
-        return SourceEditor(module, path, hashlib.sha256(file.read()).hexdigest())
-
-
 def edit(*steps, of="Runner.run"):
     return {"fix": (EditFunction(of, steps),)}
 
@@ -128,12 +101,6 @@ def test_patterns(pattern, code, expected):
 
 
 # --- the steps ---
-
-
-def edited_text(source, *steps):
-    tree = ast.parse(textwrap.dedent(source))
-    EditFunction("f", steps).apply(tree)
-    return ast.unparse(tree)
 
 
 def test_move_takes_statements_out_of_an_inner_block():
@@ -192,7 +159,7 @@ def test_a_function_that_is_missing_or_ambiguous_is_refused(source):
 
 
 def test_edited_function_is_the_same_function(load):
-    module = load()
+    module = load(SOURCE)
     runner, function = module.Runner(), module.Runner.run
     bound = runner.run
     signature, code = inspect.signature(function), function.__code__
@@ -230,7 +197,7 @@ def test_traceback_names_the_lines_of_the_file(load):
 
 
 def test_inserted_code_claims_the_line_that_it_stands_before(load):
-    module = load()
+    module = load(SOURCE)
     editor_of(module).set_active(edit(Insert("1 / 0", before="size = n")))
     with pytest.raises(ZeroDivisionError) as caught:
         module.Runner().run(1)
@@ -238,7 +205,7 @@ def test_inserted_code_claims_the_line_that_it_stands_before(load):
 
 
 def test_static_and_wrapped_and_generator_functions(load):
-    module = load()
+    module = load(SOURCE)
     editor = editor_of(module)
     editor.set_active(
         {
@@ -254,7 +221,7 @@ def test_static_and_wrapped_and_generator_functions(load):
 
 
 def test_several_fixes_compose_and_each_can_go(load):
-    module = load()
+    module = load(SOURCE)
     editor = editor_of(module)
     one = (EditFunction("Runner.run", (Insert("size += 10", after="size = n"),)),)
     two = (EditFunction("Runner.run", (Insert("result.append('two')", before="return result"),)),)
@@ -273,7 +240,7 @@ def test_several_fixes_compose_and_each_can_go(load):
 
 
 def test_a_refused_set_changes_nothing(load):
-    module = load()
+    module = load(SOURCE)
     editor = editor_of(module)
     good = edit(Insert("size += 10", after="size = n"))
     editor.set_active(good)
@@ -286,7 +253,7 @@ def test_a_refused_set_changes_nothing(load):
 
 
 def test_edit_beneath_a_wrapper_that_came_before(load):
-    module = load()
+    module = load(SOURCE)
 
     def patch(function):
         @functools.wraps(function)
@@ -306,40 +273,40 @@ def test_edit_beneath_a_wrapper_that_came_before(load):
 
 
 def test_code_that_is_not_the_file_is_refused(load):
-    module = load()
+    module = load(SOURCE)
     module.Runner.run = lambda self, n=2, *, loud=False: []
     with pytest.raises(EditRefused, match="is not that of"):
         editor_of(module).set_active(edit(Insert("x", after="size = n")))
 
 
 def test_a_member_that_hides_its_function_is_refused(load):
-    module = load()
+    module = load(SOURCE)
     module.Runner.run = functools.partial(module.Runner.run)
     with pytest.raises(EditRefused, match=r"replaced by a functools\.partial"):
         editor_of(module).set_active(edit(Insert("x", after="size = n")))
 
 
 def test_a_missing_member_is_refused(load):
-    module = load()
+    module = load(SOURCE)
     del module.Runner.run
     with pytest.raises(EditRefused, match=r"has no Runner\.run"):
         editor_of(module).set_active(edit(Insert("x", after="size = n")))
 
 
 def test_a_file_that_changed_after_the_decision_is_refused(load):
-    module = load()
+    module = load(SOURCE)
     with pytest.raises(EditRefused, match="has changed since"):
         SourceEditor(module, module.__spec__.origin, "0" * 64)
 
 
 def test_a_module_from_elsewhere_is_refused(load, tmp_path):
-    module = load()
+    module = load(SOURCE)
     with pytest.raises(EditRefused, match="was loaded from"):
         SourceEditor(module, str(tmp_path / "other.py"), "")
 
 
 def test_replaced_afterwards_is_not_live_and_a_later_wrapper_is(load):
-    module = load()
+    module = load(SOURCE)
     editor = editor_of(module)
     edits = edit(Insert("size += 10", after="size = n"))
     editor.set_active(edits)
@@ -351,7 +318,7 @@ def test_replaced_afterwards_is_not_live_and_a_later_wrapper_is(load):
 
 
 def test_raise_when_called(load):
-    module = load()
+    module = load(SOURCE)
     raise_when_called(module, "Runner.run", lambda: ValueError("refused"))
     with pytest.raises(ValueError, match="refused"):
         module.Runner().run(1)

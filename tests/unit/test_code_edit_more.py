@@ -1,0 +1,234 @@
+"""The edits that change what a function or class takes: parameters, keywords, fields, choices."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import pickle
+import textwrap
+
+import pytest
+
+from vllm_cgfix.code_edit import (
+    AddField,
+    AddKeyword,
+    AddParameter,
+    EditFunction,
+    EditRefused,
+    Insert,
+    OneOf,
+    Replace,
+    Wrap,
+    function_names,
+)
+
+from .samples import edited_text, editor_of
+
+SOURCE = '''
+import contextlib
+from dataclasses import dataclass, field
+
+@dataclass
+class Context:
+    name: str
+    size: int = 0
+    extra: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        assert self.size >= 0
+
+@dataclass(frozen=True)
+class Frozen:
+    name: str
+
+def create(name, size=3):
+    """Docstring."""
+    return Context(name, size=size)
+
+@contextlib.contextmanager
+def scope(name, size=3):
+    yield create(name, size)
+
+def relay(value):
+    return value, value + 1
+'''
+
+
+# --- the steps ---
+
+
+def test_replace_within_a_statement():
+    text = edited_text(
+        "def f():\n a = g(1)\n return a, b\n",
+        Replace("a", by="None if skip else ...", within="return a, b"),
+    )
+    assert text.endswith("return (None if skip else a, b)")
+
+
+def test_replace_anywhere_and_ambiguous():
+    text = edited_text("def f():\n x = g(1) + 2\n", Replace("g(...)", by="h()"))
+    assert text.endswith("x = h() + 2")
+    with pytest.raises(EditRefused, match=r"one place like `g\(...\)`, found 2"):
+        edited_text("def f():\n x = g(1) + g(2)\n", Replace("g(...)", by="h()"))
+
+
+def test_add_keyword():
+    source = "def f():\n return g(1, k=2)\n"
+    assert edited_text(source, AddKeyword("g(...)", "skip", "a or b")).endswith(
+        "g(1, k=2, skip=a or b)"
+    )
+
+
+@pytest.mark.parametrize("call", ["g(skip=1)", "g(**kw)"])
+def test_add_keyword_that_may_be_there_is_refused(call):
+    with pytest.raises(EditRefused, match="may pass skip already"):
+        edited_text(f"def f():\n return {call}\n", AddKeyword("g(...)", "skip", "1"))
+
+
+@pytest.mark.parametrize("parameters", ["*a", "*, k", "**k", "skip", "skip, /"])
+def test_add_parameter_refuses_what_it_would_not_come_last_in(parameters):
+    with pytest.raises(EditRefused, match="parameter"):
+        edited_text(f"def f({parameters}):\n pass\n", AddParameter("skip", False))
+
+
+def test_wrap_every_place_or_none():
+    source = textwrap.dedent(
+        """
+        def f():
+            g(1)
+            g(2)
+            if a:
+                g(3)
+        """
+    )
+    text = edited_text(source, Wrap("g(...)", context="s()", times=(3, 4)))
+    assert text.count("with s():\n") == 3
+    with pytest.raises(EditRefused, match=r"expected 2 or 4 places like `g\(...\)`, found 3"):
+        edited_text(source, Wrap("g(...)", context="s()", times=(2, 4)))
+
+
+# --- live ---
+
+
+def test_added_parameter_is_last_and_has_its_default(load):
+    module = load(SOURCE)
+    editor = editor_of(module)
+    create, scope = module.create, module.scope
+    stock = create.__code__, create.__defaults__
+    editor.set_active(
+        {
+            "fix": (
+                AddField("Context", "skip", bool, False),
+                EditFunction(
+                    "create",
+                    (AddParameter("skip", False), AddKeyword("Context(...)", "skip", "skip")),
+                ),
+                EditFunction(
+                    "scope",
+                    (AddParameter("skip", False), AddKeyword("create(...)", "skip", "skip")),
+                ),
+            )
+        }
+    )
+    assert list(inspect.signature(create).parameters) == ["name", "size", "skip"]
+    assert create("a") == module.Context("a", 3, {}, False)
+    assert create("a", 1, True).skip is True
+    with scope("a", skip=True) as context:
+        assert context.skip
+    with scope("a", 5) as context:
+        assert (context.size, context.skip) == (5, False)
+    assert create.__doc__ == "Docstring."
+    editor.set_active({})
+    assert (create.__code__, create.__defaults__) == stock
+    assert create.__code__ is stock[0]
+    assert list(inspect.signature(scope).parameters) == ["name", "size"]
+
+
+def test_imports_stand_below_the_docstring(load):
+    module = load(SOURCE)
+    editor_of(module).set_active(
+        {
+            "fix": (
+                EditFunction(
+                    "create",
+                    (Insert("size += isqrt(16)", before="return Context(name, size=size)"),),
+                    imports="from math import isqrt",
+                ),
+            )
+        }
+    )
+    assert module.create("a").size == 7
+    assert module.create.__doc__ == "Docstring."
+    assert not hasattr(module, "isqrt")
+
+
+def test_added_field_and_undo(load):
+    module = load(SOURCE)
+    context = module.Context
+    before = pickle.loads(pickle.dumps(context("old", 1)))  # leaves __slotnames__ in the class
+    entries = dict(vars(context))
+    editor = editor_of(module)
+    editor.set_active({"fix": (AddField("Context", "skip", bool, False),)})
+    assert module.Context is context
+    assert [f.name for f in dataclasses.fields(context)] == ["name", "size", "extra", "skip"]
+    assert context.__match_args__ == ("name", "size", "extra", "skip")
+    assert context.__annotations__["skip"] is bool
+    assert before.skip is False  # made before the edit
+    made = context("a", 1, {"k": 1}, True)
+    assert repr(made) == "Context(name='a', size=1, extra={'k': 1}, skip=True)"
+    assert made != context("a", 1, {"k": 1})
+    assert context("a").extra is not context("b").extra
+    assert dataclasses.replace(made, skip=False) == context("a", 1, {"k": 1})
+    assert pickle.loads(pickle.dumps(made)) == copy.copy(made) == made
+    assert "skip" in context.__doc__
+    with pytest.raises(AssertionError):
+        context("a", -1)
+    assert editor.is_live("fix")
+    editor.set_active({})
+    after = dict(vars(context))
+    assert list(inspect.signature(context).parameters) == ["name", "size", "extra"]
+    assert {name: value for name, value in after.items() if name != "__annotations__"} == {
+        name: value for name, value in entries.items() if name != "__annotations__"
+    }
+    assert list(context.__annotations__) == ["name", "size", "extra"]
+    assert not editor.is_live("fix")
+
+
+@pytest.mark.parametrize(
+    ("edit", "reason"),
+    [
+        (AddField("Context", "size", bool, False), "has size already"),
+        (AddField("Frozen", "skip", bool, False), "not a plain dataclass"),
+        (AddField("create", "skip", bool, False), "class create"),
+        (AddField("Nowhere", "skip", bool, False), "found 0|has no Nowhere"),
+    ],
+)
+def test_a_class_that_is_not_as_expected_is_refused(load, edit, reason):
+    module = load(SOURCE)
+    with pytest.raises(EditRefused, match=reason):
+        editor_of(module).set_active({"fix": (edit,)})
+
+
+def test_a_class_that_others_have_changed_is_refused(load):
+    module = load(SOURCE)
+    module.Context = dataclasses.make_dataclass("Context", ["name"])
+    with pytest.raises(EditRefused, match="has not the fields of its source"):
+        editor_of(module).set_active({"fix": (AddField("Context", "skip", bool, False),)})
+
+
+def test_the_one_alternative_that_is_possible(load):
+    module = load(SOURCE)
+    editor = editor_of(module)
+    good = EditFunction("relay", (Replace("value + 1", by="value - 1"),))
+    other = EditFunction("elsewhere", ())
+    choice = OneOf(((other,), (good,)))
+    assert function_names([choice]) == ["elsewhere", "relay"]
+    editor.set_active({"fix": (choice,)})
+    assert module.relay(1) == (1, 0)
+    editor.set_active({})
+    with pytest.raises(EditRefused, match="found 0"):
+        editor.set_active({"fix": (OneOf(((other,), (other,))),)})
+    with pytest.raises(EditRefused, match="several alternatives"):
+        editor.set_active({"fix": (OneOf(((good,), (good,))),)})
+    assert module.relay(1) == (1, 2)

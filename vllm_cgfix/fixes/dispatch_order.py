@@ -64,8 +64,8 @@ def prepare_dummy_batch(runner: Any, batch_descriptor: Any, batch: DummyBatch) -
 
     Returns:
         ``batch`` itself, or the batch of the descriptor where data-parallel padding makes it
-        larger. It has the shape with which that graph was captured, which is the one shape
-        that every metadata builder is known to accept for it.
+        larger: with the tokens, the requests and the longest query with which that graph was
+        captured, which every metadata builder is known to accept for it.
     """
     if batch_descriptor is not None and batch_descriptor.num_tokens != batch.num_tokens:
         batch = _batch_of(runner, batch_descriptor, batch.ubatch_slices)
@@ -130,8 +130,17 @@ _cg_mode, batch_descriptor = (
 if cudagraph_runtime_mode is not None: ...
 else: ...
 """
+_NO_METADATA = "attn_metadata: ... = None"
 _BUILD_METADATA = "if force_attention or cudagraph_runtime_mode == CUDAGraphMode.FULL: ..."
-_FILL_SEQ_LENS = "self.seq_lens.np[:num_reqs] = seq_lens"
+# All in a row: what comes between could rely on the old names.
+_FILL_BUFFERS = """\
+self.seq_lens.np[:num_reqs] = seq_lens
+self.seq_lens.np[num_reqs:] = 0
+self.seq_lens.copy_to_gpu()
+cum_num_tokens, _ = self._get_cumsum_and_arange(num_scheduled_tokens)
+self.query_start_loc.np[1 : num_reqs + 1] = cum_num_tokens
+self.query_start_loc.copy_to_gpu()
+"""
 
 FIX = Fix(
     id="dispatch-order",
@@ -155,9 +164,9 @@ FIX = Fix(
             EditFunction(
                 "GPUModelRunner._dummy_run",
                 (
-                    Move(_ASK_DISPATCHER, before="attn_metadata: ... = None"),
+                    Move(_ASK_DISPATCHER, before=f"{_NO_METADATA}\n{_BUILD_METADATA}"),
                     Rename(
-                        start=_FILL_SEQ_LENS,
+                        start=_FILL_BUFFERS,
                         names={
                             name: f"dummy_batch.{name}"
                             for name in (

@@ -83,9 +83,12 @@ def vllm_version() -> str:
 def use_cpu_platform(*, v2: bool = False) -> None:
     """Make vLLM resolve ``current_platform`` to its own ``CpuPlatform``.
 
-    :param v2: ask the configuration for the V2 model runner. Only where Triton is installed: some
-        releases refuse the configuration without it.
-    :raises RuntimeError: vLLM has already chosen another platform in this process.
+    Args:
+        v2: ask the configuration for the V2 model runner. Only where Triton is installed: some
+            releases refuse the configuration without it.
+
+    Raises:
+        RuntimeError: vLLM has already chosen another platform in this process.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -131,8 +134,10 @@ def make_config(
     vLLM loads its general plugins on the way, so an installed vllm_cgfix is registered before any
     module of the runner is imported. Where only its sources are importable it is registered here.
 
-    :param model: the model's Hugging Face configuration (default: :data:`LLAMA`).
-    :param engine_args: further arguments of ``EngineArgs``.
+    Args:
+        model: the model's Hugging Face configuration (default: :data:`LLAMA`).
+        max_num_seqs: as the argument of ``EngineArgs``.
+        engine_args: further arguments of ``EngineArgs``.
     """
     arguments: dict[str, Any] = {
         "skip_tokenizer_init": True,
@@ -144,6 +149,8 @@ def make_config(
         "enforce_eager": True,
     }
     arguments |= engine_args
+    importlib.import_module("vllm.plugins").load_general_plugins()
+    _inspect_in_this_process((model or LLAMA)["architectures"][0])
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "config.json").write_text(json.dumps(model or LLAMA), encoding="utf-8")
         arg_utils = importlib.import_module("vllm.engine.arg_utils")
@@ -155,6 +162,12 @@ def make_config(
     if "cgfix" not in installed.names:
         importlib.import_module("vllm_cgfix").register()
     return config
+
+
+def _inspect_in_this_process(architecture: str) -> None:
+    """Spare the process that vLLM starts, with all its imports, to look at a model's class."""
+    registry = importlib.import_module("vllm.model_executor.models.registry").ModelRegistry
+    registry.register_model(architecture, registry.models[architecture].load_model_cls())
 
 
 @contextlib.contextmanager
@@ -183,12 +196,12 @@ def replace_kernels() -> None:
     """Replace what a metadata builder or a capture would call in vLLM's compiled CPU library."""
     operators = importlib.import_module("vllm._custom_ops")
     if hasattr(operators, "cpu_attn_get_scheduler_metadata"):
-        operators.cpu_attn_get_scheduler_metadata = lambda *args, **kwargs: torch.zeros(1)
+        vars(operators)["cpu_attn_get_scheduler_metadata"] = lambda *_, **__: torch.zeros(1)
     for name in ("vllm.compilation.breakable_cudagraph", "vllm.compilation.cuda_graph"):
         with contextlib.suppress(ImportError):
             module = importlib.import_module(name)
             if hasattr(module, "weak_ref_tensors"):
-                module.weak_ref_tensors = lambda tensors: tensors
+                vars(module)["weak_ref_tensors"] = lambda tensors: tensors
     table_type = importlib.import_module("vllm.v1.worker.block_table").BlockTable
     # numpy code up to 0.18; since then a Triton kernel, which the CPU has not.
     if "query_start_loc" in inspect.signature(table_type.compute_slot_mapping).parameters:
@@ -215,7 +228,8 @@ def device_tensor(buffer: Any) -> torch.Tensor:
 def cudagraph_mode(name: str) -> Any:
     """The member of this release's ``CUDAGraphMode`` called ``name``.
 
-    :raises KeyError: this release has no such mode.
+    Raises:
+        KeyError: this release has no such mode.
     """
     return importlib.import_module("vllm.config.compilation").CUDAGraphMode[name]
 
@@ -249,9 +263,11 @@ def kv_cache_config(config: Any, kv_cache_spec: dict[str, Any]) -> Any:
         planning = importlib.import_module("vllm.v1.core.kv_cache_utils")
     if hasattr(planning, "get_global_kv_cache_groups"):
         groups = planning.get_global_kv_cache_groups(config, [kv_cache_spec])
-        planned = planning.get_kv_cache_configs(config, [kv_cache_spec], [KV_CACHE_BYTES], groups)[0]
+        (planned,) = planning.get_kv_cache_configs(
+            config, [kv_cache_spec], [KV_CACHE_BYTES], groups
+        )
     elif hasattr(planning, "get_kv_cache_configs"):
-        planned = planning.get_kv_cache_configs(config, [kv_cache_spec], [KV_CACHE_BYTES])[0]
+        (planned,) = planning.get_kv_cache_configs(config, [kv_cache_spec], [KV_CACHE_BYTES])
     else:
         planned = planning.get_kv_cache_config(config, kv_cache_spec, KV_CACHE_BYTES)
     if hasattr(planned, "kv_cache_layout"):
@@ -269,10 +285,12 @@ def make_v1_runner(
 ) -> Any:
     """A V1 ``CPUModelRunner`` with model, KV cache and a dispatcher that answers as on a GPU.
 
-    :param mode: name of a ``CUDAGraphMode``: "FULL", "FULL_DECODE_ONLY" or "FULL_AND_PIECEWISE".
-    :param sizes: the capture sizes.
-    :param uniform_decode_query_len: tokens of one decode request; above 1 for speculative decoding.
-    :param kv_cache_groups: 1, or 2 for each of the two layers with blocks of its own.
+    Args:
+        config: a configuration of its own: layers are registered in it, once.
+        mode: name of a ``CUDAGraphMode``: "FULL", "FULL_DECODE_ONLY" or "FULL_AND_PIECEWISE".
+        sizes: the capture sizes.
+        uniform_decode_query_len: tokens of one decode request; above 1 for speculative decoding.
+        kv_cache_groups: 1, or 2 for each of the two layers with blocks of its own.
     """
     runner_module = importlib.import_module("vllm.v1.worker.cpu_model_runner")
     runner = runner_module.CPUModelRunner(config, torch.device("cpu"))

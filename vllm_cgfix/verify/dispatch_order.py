@@ -5,7 +5,7 @@ that work. Where the bug is, it replays a FULL graph without attention metadata,
 real step left in the persistent buffers. This runs the real V1 runner on a CPU, in one process,
 with whichever vLLM is importable, and reports what its dummy batches put in front of the model.
 
-Exit code 0: no fault. 1: a fault.
+Exit code 0: no fault, and what must hold with the fix holds. 1: otherwise.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from . import cpu
+import vllm_cgfix
+
+from . import cpu, print_outcome
 from .v1_runner import ForwardPass, LiveRequest, Plan, Probe, as_dict
 
 MISSING_METADATA = "FULL graph replayed without attention metadata"
@@ -90,30 +92,32 @@ class IdleBatch:
 def observe() -> dict[str, Any]:
     """Run everything; the result is what ``--json`` prints.
 
-    :returns: ``vllm`` (version), ``observations`` (``modes``, ``idle_batches``, ``nested_event``),
-        ``requirements`` (name, ok, detail) and ``faults`` (sentences).
+    Returns:
+        The keys of :class:`vllm_cgfix.verify.Outcome`. ``observations`` has ``modes``,
+        ``idle_batches`` and ``nested_event``.
     """
     cpu.use_cpu_platform()
     version = cpu.vllm_version()
     further = FURTHER_SCENARIOS if version.startswith(FIXED_RELEASES) else ()
     modes = observe_modes()
     batches = [
-        batch
-        for scenario in (DECODE_GRAPHS, *further)
-        for batch in observe_idle_batches(scenario)
+        batch for scenario in (DECODE_GRAPHS, *further) for batch in observe_idle_batches(scenario)
     ]
     nested = observe_nested_event()
     # Elsewhere they are the business of other fixes.
     requirements = check_requirements(batches, nested) if further else []
+    observations = {
+        "modes": [{"call": call, **_summary(forward)} for call, forward in modes.items()],
+        "idle_batches": [_row(batch) for batch in batches],
+        "nested_event": nested,
+    }
     return {
         "vllm": version,
-        "observations": {
-            "modes": [{"call": call, **_summary(forward)} for call, forward in modes.items()],
-            "idle_batches": [_row(batch) for batch in batches],
-            "nested_event": nested,
-        },
+        "observations": observations,
         "requirements": requirements,
-        "faults": find_faults(version, modes, batches, requirements),
+        "faults": find_faults(modes, batches),
+        "status": {status.fix.id: status.state.value for status in vllm_cgfix.status()},
+        "text": _table(observations, requirements),
     }
 
 
@@ -174,9 +178,9 @@ def _live_request(probe: Probe, req_id: str, last_step: str) -> LiveRequest:
 
 def _host_block_tables(probe: Probe) -> list[Any]:
     return [
-        getattr(table, "block_table_cpu", None).tolist()
-        if hasattr(table, "block_table_cpu")  # 0.10.2
-        else table.block_table.cpu.tolist()
+        (
+            table.block_table_cpu if hasattr(table, "block_table_cpu") else table.block_table.cpu
+        ).tolist()  # 0.10.2 has no CpuGpuBuffer here
         for table in probe.runner.input_batch.block_table.block_tables
     ]
 
@@ -187,10 +191,9 @@ def observe_nested_event() -> list[str] | None:
     with _probe(Scenario("nested event")) as probe:
         if not hasattr(probe.runner, "synchronize_input_prep"):
             return None
-        with probe.input_preparation_event():
-            with probe.runner.synchronize_input_prep():
-                events = probe.dummy_run(1, uniform_decode=True).events
-        return events
+        with probe.input_preparation_event(), probe.runner.synchronize_input_prep():
+            forward = probe.dummy_run(1, uniform_decode=True)
+        return forward.events  # with the outer record
 
 
 class _Captures:
@@ -268,21 +271,23 @@ def _query_start_loc_ends_at_the_tokens(batch: IdleBatch, capture: ForwardPass) 
         ("gpu", batch.forward.query_start_loc),
         ("cpu", batch.forward.query_start_loc_cpu),
     ):
-        decreases = any(a > b for a, b in zip(starts, starts[1:], strict=False))
-        if starts[0] != 0 or decreases or set(starts[num_reqs:]) != {num_tokens}:
-            return f"{side} {starts[: num_reqs + 2]}... for {num_reqs} requests, {num_tokens} tokens"
+        if starts[0] != 0 or sorted(starts) != starts or set(starts[num_reqs:]) != {num_tokens}:
+            return (
+                f"{side} {starts[: num_reqs + 2]}... for requests {num_reqs}, tokens {num_tokens}"
+            )
     return None
 
 
 def _seq_lens_of_the_requests(batch: IdleBatch, capture: ForwardPass) -> str | None:
     num_reqs = _requests(capture)
     seq_lens = batch.forward.seq_lens
-    # An idle batch has no context: a request is as long as its query, or as in the capture.
-    starts = capture.query_start_loc
-    queries = [end - start for start, end in zip(starts[:num_reqs], starts[1:], strict=False)]
+    # An idle batch has no context: a request is as long as its query, or as the longest.
+    starts = capture.query_start_loc[: num_reqs + 1]
+    queries = [end - start for start, end in itertools.pairwise(starts)]
+    longest = max(plan.max_query_len for plan in capture.plans)
     fit = all(
-        query <= length <= captured
-        for query, length, captured in zip(queries, seq_lens, capture.seq_lens, strict=False)
+        query <= length <= longest
+        for query, length in zip(queries, seq_lens[:num_reqs], strict=True)
     )
     return None if fit and not any(seq_lens[num_reqs:]) else f"{seq_lens[: num_reqs + 1]}..."
 
@@ -367,7 +372,8 @@ def check_requirements(
 ) -> list[dict[str, Any]]:
     """Each requirement over all batches that replay a FULL graph: name, ok, detail (what is wrong).
 
-    :raises ValueError: no batch replays one, so there is nothing to check.
+    Raises:
+        ValueError: no batch replays one, so there is nothing to check.
     """
     replayed = [(batch, batch.capture) for batch in batches if batch.capture is not None]
     if not replayed:
@@ -379,35 +385,19 @@ def check_requirements(
             for batch, capture in replayed
             if (detail := check(batch, capture)) is not None
         ]
-        results.append({"name": name, "ok": not wrong, "detail": wrong})
+        results.append({"name": name, "ok": not wrong, "detail": "; ".join(wrong)})
     if nested_event is not None:
         detail = _unprotected(nested_event)
-        wrong = [] if detail is None else [f"{detail}: {nested_event}"]
-        results.append({"name": NESTED_EVENT, "ok": not wrong, "detail": wrong})
+        results.append({"name": NESTED_EVENT, "ok": detail is None, "detail": detail or ""})
     return results
 
 
-def find_faults(
-    version: str,
-    modes: dict[str, ForwardPass],
-    batches: list[IdleBatch],
-    requirements: list[dict[str, Any]],
-) -> list[str]:
-    """The bug, if it is there; else, on a release that the fix is for, each requirement not met."""
+def find_faults(modes: dict[str, ForwardPass], batches: list[IdleBatch]) -> list[str]:
+    """The bug, if any pass shows it."""
     passes = {f"_dummy_run(4), {call}": forward for call, forward in modes.items()}
     passes |= {str(batch): batch.forward for batch in batches}
-    where = [
-        name for name, p in passes.items() if p.mode == "FULL" and p.metadata is None
-    ]
-    if where:
-        return [f"{MISSING_METADATA} ({'; '.join(where)})"]
-    if not version.startswith(FIXED_RELEASES):
-        return []
-    return [
-        f"not so: {requirement['name']} ({'; '.join(requirement['detail'])})"
-        for requirement in requirements
-        if not requirement["ok"]
-    ]
+    where = [name for name, p in passes.items() if p.mode == "FULL" and p.metadata is None]
+    return [f"{MISSING_METADATA} ({'; '.join(where)})"] if where else []
 
 
 def _summary(forward: ForwardPass) -> dict[str, Any]:
@@ -444,17 +434,17 @@ def _row(batch: IdleBatch) -> dict[str, Any]:
     }
 
 
-def format_report(result: dict[str, Any]) -> str:
-    """The result as text: one line a dummy batch, then the requirements and the faults."""
-    lines = [f"vLLM {result['vllm']}", ""]
-    for row in result["observations"]["modes"]:
-        lines.append(f"_dummy_run(4), {row['call']}: {row['mode']}, {_metadata(row)}")
+def _table(observations: dict[str, Any], requirements: list[dict[str, Any]]) -> str:
+    """One line a dummy batch, then one a requirement."""
+    lines = [
+        f"_dummy_run(4), {row['call']}: {row['mode']}, metadata {_metadata(row)}"
+        for row in observations["modes"]
+    ]
     lines += ["", "idle batch, padded to | mode | metadata | slots | query starts | event"]
-    for row in result["observations"]["idle_batches"]:
+    for row in observations["idle_batches"]:
         slots = sorted({slot for group in row["slot_mapping"] for slot in group})
-        name = f"{row['scenario']}, after a {row['last_step']}"
         cells = (
-            f"{name}, {row['padded_to']}",
+            f"{row['scenario']}, after a {row['last_step']}, {row['padded_to']}",
             row["mode"],
             _metadata(row),
             _shortened(slots),
@@ -463,10 +453,10 @@ def format_report(result: dict[str, Any]) -> str:
         )
         lines.append(" | ".join(cells))
     lines.append("")
-    for requirement in result["requirements"]:
+    for requirement in requirements:
         lines.append(f"{'ok ' if requirement['ok'] else 'NOT'} {requirement['name']}")
-        lines += [f"      {detail[:200]}" for detail in requirement["detail"][:1]]
-    lines += [f"FAULT: {fault}" for fault in result["faults"]] or ["no fault"]
+        if not requirement["ok"]:
+            lines.append(f"    {requirement['detail'][:200]}")
     return "\n".join(lines)
 
 
@@ -483,14 +473,19 @@ def _shortened(numbers: list[int], length: int = 6) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Observe, print, and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print the whole result as JSON")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="the result as one line of JSON")
     options = parser.parse_args(arguments)
     # vLLM logs to stdout, which is for the result alone.
     with contextlib.redirect_stdout(sys.stderr):
-        result = observe()
-    print(json.dumps(result) if options.json else format_report(result))
-    return 1 if result["faults"] else 0
+        outcome = observe()
+    if options.json:
+        return print_outcome(outcome)
+    print(outcome["text"])
+    for fault in outcome["faults"]:
+        print(f"FAULT: {fault}")
+    unmet = [requirement for requirement in outcome["requirements"] if not requirement["ok"]]
+    return 1 if outcome["faults"] or unmet else 0
 
 
 if __name__ == "__main__":

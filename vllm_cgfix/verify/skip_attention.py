@@ -1,9 +1,9 @@
-"""The reproduction of ``skip-attention``: generic attention runs while PIECEWISE graphs are captured.
+"""The reproduction of ``skip-attention``: attention runs while PIECEWISE graphs are captured.
 
 The V2 runner captures each batch descriptor in two forward passes, a warm-up and the capture. In
-those of a PIECEWISE descriptor generic attention is in no graph. Where the forward context gives it
-metadata it runs all the same, eagerly, on dummy inputs: that is time spent for nothing, and the
-dummy inputs can be longer than the block table that they index.
+those of a PIECEWISE descriptor generic attention is part of no graph. Where the forward context
+gives it metadata it runs all the same, eagerly, on dummy inputs: that is time spent for nothing,
+and the dummy inputs can be longer than the block table that they index.
 
 Real are the configuration, the capture with every forward context that it makes, the attention
 layers and their operators; from 0.23.0 on also the runner, its model state, block tables and KV
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import inspect
 import os
 import sys
 from collections import Counter
@@ -27,7 +28,9 @@ from typing import Any
 import vllm_cgfix
 
 from . import cpu, print_outcome
+from .importers import has_module
 from .v2_capture import (
+    COMPLETE,
     MAX_NUM_SEQS,
     METADATA,
     NONE,
@@ -35,7 +38,6 @@ from .v2_capture import (
     Capture,
     Failure,
     Pass,
-    has_module,
     joined,
     prepare,
 )
@@ -82,9 +84,9 @@ def reproduce(*, breakable: bool = False) -> dict[str, Any]:
     cpu.use_cpu_platform()
     if breakable and not has_module("vllm.compilation.breakable_cudagraph"):
         raise ValueError(f"vLLM {cpu.vllm_version()} has no breakable CUDA graphs")
+    config = cpu.make_config(max_num_seqs=MAX_NUM_SEQS)
     if not has_module("vllm.v1.worker.gpu"):
         return _outcome(explanation="this release has no V2 model runner")
-    config = cpu.make_config(max_num_seqs=MAX_NUM_SEQS)
     with cpu.single_process_group(config):
         capture = prepare(config)
         capture.run()
@@ -147,6 +149,7 @@ def _requirements(capture: Capture) -> list[dict[str, Any]]:
         _served_afterwards(capture, "a capture"),
         _nested_capture(capture),
         _served_after_failure(capture),
+        _parameter(capture),
     ]
 
 
@@ -174,10 +177,10 @@ def _every_descriptor(passes: list[Pass], capture: Capture) -> dict[str, Any]:
 
 def _raw_metadata(passes: list[Pass]) -> dict[str, Any]:
     """Operators of other kinds (mamba, sparse indexers) read it themselves."""
-    complete = sum(p.raw == "complete" for p in passes)
+    complete = sum(p.raw == COMPLETE for p in passes)
     return _requirement(
         "where the forward context has metadata, it has it for every layer",
-        [f"{p.raw} in {p}" for p in passes if p.raw not in (NONE, "complete")],
+        [f"{p.raw} in {p}" for p in passes if p.raw not in (NONE, COMPLETE)],
         f"{complete} of {len(passes)} passes have it",
     )
 
@@ -219,8 +222,22 @@ def _one_answer(passes: list[Pass]) -> dict[str, Any]:
 
 def _served_afterwards(capture: Capture, after: str) -> dict[str, Any]:
     given = capture.attention.serve()
-    wrong = [] if given == METADATA else [f"attention is given {given}"]
-    return _requirement(f"after {after} a batch has its metadata", wrong, given)
+    wrong = [] if given == {METADATA} else [f"attention is given {joined(given)}"]
+    return _requirement(f"after {after} a batch has its metadata", wrong, METADATA)
+
+
+def _parameter(capture: Capture) -> dict[str, Any]:
+    """``set_forward_context(skip_attention=True)`` holds for the contexts made inside as well."""
+    attention = capture.attention
+    name = "set_forward_context(skip_attention=True) skips, and only while it is active"
+    parameters = inspect.signature(attention.context.set_forward_context).parameters
+    if "skip_attention" not in parameters:
+        return _requirement(name, [], "there is no such parameter")
+    inside = attention.serve(skip_attention=True)
+    after = attention.serve()
+    wrong = [] if inside == {NONE} else [f"attention is given {joined(inside)} in it"]
+    wrong += [] if after == {METADATA} else [f"attention is given {joined(after)} after it"]
+    return _requirement(name, wrong, "in operators and microbatches")
 
 
 def _served_after_failure(capture: Capture) -> dict[str, Any]:
@@ -263,9 +280,7 @@ def _nested_capture(capture: Capture) -> dict[str, Any]:
     )
 
 
-def _table(
-    passes: Sequence[Pass], requirements: Sequence[dict[str, Any]], explanation: str
-) -> str:
+def _table(passes: Sequence[Pass], requirements: Sequence[dict[str, Any]], explanation: str) -> str:
     """What the passes saw, those that saw the same in one row, and the requirements."""
     sizes: dict[tuple[str, ...], list[str]] = {}
     for found in passes:
@@ -278,10 +293,10 @@ def _table(
             joined(set(found.operators.values())),
         )
         sizes.setdefault(key, []).append(str(found.num_tokens))
-    rows = [("captured by", "descriptors", "pass", "runtime mode", "context has", "attention has")]
+    rows = [["captured by", "descriptors", "pass", "runtime mode", "context has", "attention has"]]
     for (manager, mode, *rest), tokens in sizes.items():
-        rows.append((manager, f"{mode} {', '.join(tokens)}", *rest))
-    widths = [max(map(len, column)) for column in zip(*rows)]
+        rows.append([manager, f"{mode} {', '.join(tokens)}", *rest])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [explanation] if explanation else []
     if passes:
         lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

@@ -223,8 +223,12 @@ class Probe:
                 tensor[:, 1] = tensor[:, 0]
                 tensor[:2, 1] = num_tokens
 
-        saved_size, saved_eager = parallel.data_parallel_size, model.enforce_eager
+        names = [n for n in ("data_parallel_size", "is_moe_model") if hasattr(parallel, n)]
+        saved = {name: getattr(parallel, name) for name in names}
+        saved_eager = model.enforce_eager
         parallel.data_parallel_size, model.enforce_eager = 2, False
+        if "is_moe_model" in names:  # from 0.14 on only ranks with experts wait
+            parallel.is_moe_model = True
         if hasattr(base, "get_dp_padding"):  # the CPU runner of 0.11.0 overrides it with "none"
             runner.get_dp_padding = types.MethodType(base.get_dp_padding, runner)
         torch.distributed.all_reduce = all_reduce
@@ -233,7 +237,9 @@ class Probe:
         finally:
             torch.distributed.all_reduce = real_all_reduce
             vars(runner).pop("get_dp_padding", None)
-            parallel.data_parallel_size, model.enforce_eager = saved_size, saved_eager
+            model.enforce_eager = saved_eager
+            for name, value in saved.items():
+                setattr(parallel, name, value)
 
     @contextlib.contextmanager
     def input_preparation_event(self) -> Iterator[None]:
@@ -266,7 +272,7 @@ class Probe:
                 restore()
 
 
-class _Model(torch.nn.Module):
+class _Model(torch.nn.Module):  # type: ignore[misc]  # torch is not typed here
     """Stands for the model: records, and computes nothing."""
 
     def __init__(self, model: torch.nn.Module, record: Callable[[Any, torch.Tensor], None]) -> None:
@@ -274,9 +280,7 @@ class _Model(torch.nn.Module):
         self._real = [model]  # in a list: not a submodule
         self._record = record
 
-    def forward(
-        self, input_ids: Any = None, positions: torch.Tensor = torch.empty(0), **_: Any
-    ) -> torch.Tensor:
+    def forward(self, *, input_ids: Any, positions: torch.Tensor, **_: Any) -> torch.Tensor:
         self._record(input_ids, positions)
         return torch.zeros(positions.shape[-1], cpu.LLAMA["hidden_size"])
 
@@ -332,8 +336,8 @@ def _plan(common: Any, kv_cache_group: int, ubatch: int) -> Plan:
     return Plan(
         kv_cache_group=kv_cache_group,
         ubatch=ubatch,
-        num_reqs=common.num_reqs,
-        num_actual_tokens=common.num_actual_tokens,
+        num_reqs=int(common.num_reqs),
+        num_actual_tokens=int(common.num_actual_tokens),
         max_query_len=int(common.max_query_len),
         max_seq_len=int(common.max_seq_len),
         query_start_loc=common.query_start_loc.tolist(),
@@ -347,9 +351,10 @@ def _plan(common: Any, kv_cache_group: int, ubatch: int) -> Plan:
 class LiveRequest:
     """One request, scheduled by hand onto blocks that are all its own.
 
-    :param probe: the runner to drive.
-    :param req_id: unique among the runner's requests.
-    :param num_prompt_tokens: length of the prompt.
+    Args:
+        probe: the runner to drive.
+        req_id: unique among the runner's requests.
+        num_prompt_tokens: length of the prompt.
     """
 
     def __init__(self, probe: Probe, req_id: str, num_prompt_tokens: int = 100) -> None:
@@ -431,4 +436,3 @@ def _construct(kind: type[Any], **values: Any) -> Any:
             arguments[field.name] = None if kind_of_empty is None else kind_of_empty()
         # A value for a field that this release does not have is what another release calls it.
     return kind(**arguments)
-

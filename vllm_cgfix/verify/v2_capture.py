@@ -7,34 +7,30 @@ kernels are called, and notes what the forward context and ``get_attention_conte
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import importlib
-import importlib.util
 import inspect
-import re
 import threading
+import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from . import cpu
+from .importers import has_module, import_all, module_name, package_folder
 
 MODE = "FULL_AND_PIECEWISE"
 SIZES = (1, 2, 4, 16)
 MAX_NUM_SEQS = 8
 DEVICE = torch.device("cpu")
 
-# For compiled operators that a module looks up and does not call here.
-_OPERATORS = torch.library.Library("_C", "FRAGMENT")
-
 # What a layer was given.
 METADATA = "metadata"
 NONE = "none"
+COMPLETE = "complete"
 OTHER = "other metadata"
 
 
@@ -118,7 +114,7 @@ class Attention:
     def run(self, num_tokens: int) -> dict[str, str]:
         """Run each layer on zeros; returns with which metadata its operator called the kernel."""
         self._given.clear()
-        for layer in self.layers.values():
+        for _, layer in self._ready():
             query = torch.zeros(num_tokens, layer.num_heads * layer.head_size)
             key_or_value = torch.zeros(num_tokens, layer.num_kv_heads * layer.head_size)
             layer(query, key_or_value, key_or_value)
@@ -130,13 +126,13 @@ class Attention:
         if metadata is None:
             return NONE
         missing = [name for name in self.layers if metadata.get(name) is None]
-        return "without " + ", ".join(missing) if missing else "complete"
+        return "without " + ", ".join(missing) if missing else COMPLETE
 
     def look(self, found: Pass) -> None:
         """Ask ``get_attention_context`` about every layer, through each of its bindings."""
         for importer, get_attention_context in self.importers.items():
             answers = set()
-            for name, layer in self.layers.items():
+            for name, layer in self._ready():
                 metadata, *rest = get_attention_context(name)
                 answers.add(self._describe(name, metadata))
                 found.differences += [
@@ -154,7 +150,7 @@ class Attention:
         answers: set[str] = set()
 
         def read() -> None:
-            for name in self.layers:
+            for name, _ in self._ready():
                 answers.add(self._describe(name, get_attention_context(name)[0]))
 
         with self.context.override_forward_context(inner):
@@ -163,11 +159,26 @@ class Attention:
             thread.join()
         return joined(answers)
 
-    def serve(self) -> str:
-        """What the layers are given in the context of a batch that the caller has metadata for."""
+    def serve(self, **context: Any) -> set[str]:
+        """What operators and microbatches are given in the context of a batch outside a capture.
+
+        Args:
+            context: further arguments of ``set_forward_context``.
+        """
         metadata = {name: SimpleNamespace() for name in self.layers}
-        with self.context.set_forward_context(metadata, self.config, num_tokens=1):
-            return joined(set(self.run(1).values()))
+        with self.context.set_forward_context(metadata, self.config, num_tokens=1, **context):
+            answers = set(self.run(1).values())
+            if self.importers:
+                answers.add(self.look_from_microbatch())
+        return answers
+
+    def _ready(self) -> Iterator[tuple[str, Any]]:
+        """The layers that the context has metadata for, all of them if it has none at all; the
+        others would raise, and :meth:`raw` names them."""
+        metadata = self.context.get_forward_context().attn_metadata
+        for name, layer in self.layers.items():
+            if metadata is None or name in metadata:
+                yield name, layer
 
     def _describe(self, name: str, metadata: Any) -> str:
         raw = self.context.get_forward_context().attn_metadata
@@ -246,6 +257,10 @@ class CudaGraphs:
         for owner in (cuda, accelerator):
             owner.empty_cache = owner.synchronize = lambda *args, **kwargs: None
 
+        if has_module("vllm.compilation.breakable_cudagraph"):
+            breakable: Any = importlib.import_module("vllm.compilation.breakable_cudagraph")
+            breakable.weak_ref_tensor = lambda tensor: tensor
+
         platform = importlib.import_module("vllm.platforms.cpu").CpuPlatform
         platform.get_global_graph_pool = lambda self: (0, 1)
         platform.graph_pool_handle = classmethod(lambda cls: (0, 1))
@@ -293,14 +308,14 @@ class Recorder:
         capture_graph = manager.capture_graph
         signature = inspect.signature(capture_graph)
 
-        def watched(*args: Any, **kwargs: Any) -> Any:
+        def watched(manager: Any, *args: Any, **kwargs: Any) -> Any:
             arguments = signature.bind(*args, **kwargs).arguments
             # Before 0.17.0 there is no mode to choose: every graph is FULL.
             mode = arguments.get("capture_cg_mode", cpu.cudagraph_mode("FULL"))
             begin(name, mode, arguments["num_tokens"], False)
             return capture_graph(*args, **kwargs)
 
-        manager.capture_graph = watched
+        manager.capture_graph = types.MethodType(watched, manager)
 
     def _begin(self, manager: str, mode: Any, num_tokens: int, breakable: bool) -> None:
         self._manager = manager
@@ -417,17 +432,20 @@ class Capture:
             if "capture_cudagraph_mode" not in inspect.signature(utils.capture_graphs).parameters:
                 return False
 
-            def capture_fn(size: int, mode: Any) -> None:
+            def capture_graph(manager: Any, size: int, mode: Any) -> None:
                 forward(cpu.cudagraph_mode("NONE"))
                 forward(mode)
 
-            utils.capture_graphs({1: 1}, DEVICE, capture_fn, piecewise)
+            method = types.MethodType(capture_graph, self.manager)
+            utils.capture_graphs({1: 1}, DEVICE, method, piecewise)
             return True
 
         manager = _make_manager(utils.CudaGraphManager, self.manager.vllm_config, MODE)
         manager._capture_descs = {piecewise: manager._capture_descs[piecewise][-1:]}
         # From 0.21.0 to 0.25.1 the factory returns the attention state as well.
-        pair = any(hasattr(utils, name) for name in ("CapturedAttentionState", "AttentionStatePair"))
+        pair = any(
+            hasattr(utils, name) for name in ("CapturedAttentionState", "AttentionStatePair")
+        )
         manager.capture(lambda *args, **kwargs: (forward, None) if pair else forward)
         return True
 
@@ -463,9 +481,9 @@ def _prepare_runner(config: Any) -> Capture:
     graphs = CudaGraphs()
     graphs.install()
     # The runner made itself a manager for the mode of a CPU.
-    cpu.set_cudagraph_mode(config, MODE, SIZES)
+    _configure(config)
     runner.cudagraph_manager = _make_manager(utils.ModelCudaGraphManager, config, MODE)
-    importers, not_importable = import_all()
+    importers, not_importable = import_all("get_attention_context")
     recorder = Recorder(Attention(config, importers), graphs)
     runner.model = _make_model(recorder, runner.model)
     recorder.follow(runner.cudagraph_manager)
@@ -495,8 +513,8 @@ def _prepare_manager(config: Any) -> Capture:
     graphs.install()
     utils = importlib.import_module("vllm.v1.worker.gpu.cudagraph_utils")
     buffers = importlib.import_module("vllm.v1.worker.gpu.input_batch").InputBuffers
-    cpu.set_cudagraph_mode(config, MODE, SIZES)
-    importers, not_importable = import_all()
+    _configure(config)
+    importers, not_importable = import_all("get_attention_context")
     recorder = Recorder(Attention(config, importers), graphs)
     kind = getattr(utils, "ModelCudaGraphManager", None) or utils.CudaGraphManager
     manager = _make_manager(kind, config, MODE)
@@ -539,6 +557,14 @@ def _prepare_manager(config: Any) -> Capture:
     )
 
 
+def _configure(config: Any) -> None:
+    """Give a configuration, which is eager on a CPU, what it has where graphs are captured."""
+    cpu.set_cudagraph_mode(config, MODE, SIZES)
+    kernels: Any = getattr(config, "kernel_config", None)
+    if hasattr(kernels, "enable_jit_warmup"):
+        kernels.enable_jit_warmup = True
+
+
 def _make_manager(kind: type[Any], config: Any, mode: str) -> Any:
     return call(
         kind,
@@ -555,8 +581,9 @@ def _make_manager(kind: type[Any], config: Any, mode: str) -> Any:
 
 def _make_speculator_manager(kind: type[Any], config: Any) -> Any:
     """A speculator's manager, with PIECEWISE descriptors where it can have them."""
-    if "cudagraph_mode" not in inspect.signature(kind).parameters:
-        # To 0.17.1 it takes the decode mode of the configuration's.
+    utils = importlib.import_module("vllm.v1.worker.gpu.cudagraph_utils")
+    if not issubclass(kind, utils.CudaGraphManager):
+        # To 0.17.1 it takes the configuration's mode for decoding.
         cpu.set_cudagraph_mode(config, "PIECEWISE", SIZES)
         try:
             return _make_manager(kind, config, "PIECEWISE")
@@ -572,7 +599,8 @@ def _speculator_parts(config: Any) -> dict[str, Any]:
     return {
         "max_model_len": config.model_config.max_model_len,
         "causal": False,
-        "prepare_forward": lambda num_reqs, attn_metadata: None,
+        "prepare_forward": lambda num_reqs, attn_metadata: None,  # dflash, 0.32
+        "precompute_context_kv": lambda num_reqs: None,  # dflash, 0.31
     }
 
 
@@ -667,10 +695,10 @@ class _BlockTables:
 
 def speculator_managers() -> list[type[Any]]:
     """The graph manager classes of this release's speculators that capture."""
-    folder = _package_folder() / "v1" / "worker" / "gpu" / "spec_decode"
+    folder = package_folder() / "v1" / "worker" / "gpu" / "spec_decode"
     found = []
     for path in sorted(folder.rglob("cudagraph*.py")):
-        module = importlib.import_module(_module_name(path))
+        module = importlib.import_module(module_name(path))
         found += [
             kind
             for name, kind in vars(module).items()
@@ -687,89 +715,19 @@ def attention_module() -> Any:
     return importlib.import_module(name if has_module(name) else "vllm.attention.layer")
 
 
-def import_all() -> tuple[dict[str, Callable[[str], Any]], dict[str, str]]:
-    """Import every module that binds ``get_attention_context`` by name.
-
-    Returns:
-        Each binding, the defining module's first, by module; and the modules that do not import
-        here (another platform's models), with the reason. The decorator of the attention
-        operators binds it too, in a closure: its entry names the operator.
-    """
-    function = "get_attention_context"
-    found: dict[str, Callable[[str], Any]] = {}
-    failed: dict[str, str] = {}
-    for name in modules_with(function):
-        try:
-            module = _import(name)
-        except Exception as error:  # a model of another platform fails as it likes
-            failed[name] = f"{type(error).__name__}: {error}".splitlines()[0]
-            continue
-        found[name] = getattr(module, function)
-        for operator in ("unified_attention_with_output", "unified_mla_attention_with_output"):
-            decorated = vars(module).get(operator)
-            while decorated is not None:
-                cells = zip(decorated.__code__.co_freevars, decorated.__closure__ or ())
-                for variable, cell in cells:
-                    if variable == function:
-                        found[f"{name}: decorator of {operator}"] = cell.cell_contents
-                decorated = getattr(decorated, "__wrapped__", None)
-    return found, failed
-
-
-def _import(name: str) -> Any:
-    """Import a module that may look up compiled operators which only a GPU's library defines."""
-    while True:
-        try:
-            return importlib.import_module(name)
-        except AttributeError as error:
-            missing = re.search(r"'_OpNamespace' '_C' object has no attribute '(\w+)'", str(error))
-            if missing is None:
-                raise
-            _OPERATORS.define(f"{missing[1]}() -> ()")
-
-
-def modules_with(function: str) -> list[str]:
-    """Modules of vLLM that define or import ``function`` at their top level, the definition first."""
-    defining, importing = [], []
-    for path in sorted(_package_folder().rglob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        if function not in text:
-            continue
-        for node in ast.parse(text).body:
-            if isinstance(node, ast.FunctionDef) and node.name == function:
-                defining.append(_module_name(path))
-            elif isinstance(node, ast.ImportFrom) and function in {a.name for a in node.names}:
-                importing.append(_module_name(path))
-    return defining + importing
-
-
-def has_module(name: str) -> bool:
-    """Whether a module can be found, without importing more than its packages."""
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
-
-
-def _package_folder() -> Path:
-    return Path(importlib.import_module("vllm").__path__[0])
-
-
-def _module_name(path: Path) -> str:
-    parts = path.relative_to(_package_folder().parent).with_suffix("").parts
-    return ".".join(parts).removesuffix(".__init__")
-
-
-def joined(answers: set[str]) -> str:
-    """One string for what several layers were given; normally they all were given the same."""
-    return " and ".join(sorted(answers))
-
-
 def call(function: Callable[..., Any], **arguments: Any) -> Any:
     """Call ``function`` with those of ``arguments`` that it has in this release.
 
     Raises:
         TypeError: it needs one that is not among them.
     """
-    known = inspect.signature(function).parameters
+    known = dict(inspect.signature(function).parameters)
+    passed_on = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
+    if passed_on and isinstance(function, type):
+        known |= inspect.signature(function.__bases__[0]).parameters
     return function(**{name: value for name, value in arguments.items() if name in known})
+
+
+def joined(answers: set[str]) -> str:
+    """One string for what several layers were given; normally they all were given the same."""
+    return " and ".join(sorted(answers))

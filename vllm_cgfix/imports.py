@@ -15,8 +15,6 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-import wrapt
-
 Callback = Callable[[ModuleType], None]
 
 _registering = threading.local()
@@ -30,6 +28,8 @@ def when_imported(name: str, callback: Callback) -> None:
         callback: must not raise, since that would fail somebody's import; may be called more
             than once.
     """
+    # Here, where the caller can make a state of it: nothing that is missing may stop vLLM.
+    import wrapt
 
     def hook(module: ModuleType) -> None:
         # Within the registration, wrapt hands over whatever sys.modules holds; at any other
@@ -69,11 +69,17 @@ def _when_initialized(module: ModuleType, callback: Callback) -> None:
     set_attribute: Any = stock.__setattr__
 
     def notify_at_end(self: Any, attribute: str, value: object) -> None:
-        set_attribute(self, attribute, value)
-        if attribute == "_initializing" and not value:
+        ended = attribute == "_initializing" and not value
+        if ended:
+            # First, since `stock` may be the same for another callback, and undo itself in turn.
             self.__class__ = stock
-            if sys.modules.get(module.__name__) is module:
-                callback(module)
+        set_attribute(self, attribute, value)
+        if not ended:
+            return
+        if sys.modules.get(module.__name__) is module:
+            callback(module)
+        else:  # the import has failed; there may be another
+            when_imported(module.__name__, callback)
 
     spec.__class__ = type(stock.__name__, (stock,), {"__setattr__": notify_at_end})
     if not spec._initializing:  # it came to its end between the two looks

@@ -59,15 +59,23 @@ class _Process:
             return
         try:
             self.decider = Decider(Installation.find(), ReleaseTable.load())
+            self.vllm_version = self.decider.installation.version
         except NoVllm as error:
             self._refuse_all(undecided, str(error), "install vLLM in this environment")
             return
         except (OSError, ValueError) as error:
             self._refuse_all(undecided, f"the releases table: {error}", "reinstall vllm-cgfix")
             return
-        self.vllm_version = self.decider.installation.version
+        except Exception as error:
+            self._refuse_all(undecided, f"deciding failed: {error!r}", "reinstall vllm-cgfix")
+            return
         for fix in undecided:
-            self.statuses[fix.id] = self.decider.decide(fix, unverified=settings.unverified)
+            try:
+                status = self.decider.decide(fix, unverified=settings.unverified)
+                self.statuses[fix.id] = status
+                process_facts.note_release(fix.id, status.release)
+            except Exception as error:
+                self._refuse_all([fix], f"deciding failed: {error!r}", "reinstall vllm-cgfix")
 
     def _refuse_all(self, fixes: list[Fix], reason: str, remedy: str) -> None:
         for fix in fixes:
@@ -144,7 +152,11 @@ class _Process:
     def is_live(self, fix: Fix) -> bool:
         """Whether every function that the fix edits runs the edited code."""
         return all(
-            name in self.editors and self.editors[name].is_live(fix.id) for name in fix.edits
+            (editor := self.editors.get(name)) is not None
+            # A module can be imported a second time, after its removal from sys.modules.
+            and editor.module is sys.modules.get(name)
+            and editor.is_live(fix.id)
+            for name in fix.edits
         )
 
     def refuse(self, fix: Fix, error: Exception, module: ModuleType) -> None:
@@ -167,13 +179,21 @@ class _Process:
             for qualname in function_names(fix.edits[module.__name__]):
                 raise_when_called(module, qualname, lambda: FixRefused(_stopped([fix.id])))
 
+    def refuse_unhooked(self, name: str, error: Exception) -> None:
+        """Refuse the fixes of a module whose import cannot be waited for."""
+        for fix in self.wanted(name):
+            self.withdraw(fix)
+            reason = f"waiting for the import of {name} failed: {error!r}"
+            self._refuse_all([fix], reason, "reinstall vllm-cgfix and wrapt")
+
     def withdraw(self, fix: Fix) -> None:
         """Put back the code that a module has without this fix."""
         for name in fix.edits:
             editor = self.editors.get(name)
             if editor is not None and fix.id in editor.active:
-                others = [by_id(other) for other in editor.active if other != fix.id]
-                editor.set_active(self._edits(name, others))
+                # One that is lost could not be made again, and must not keep this one in.
+                others = [id_ for id_ in editor.active if id_ != fix.id and editor.is_live(id_)]
+                editor.set_active(self._edits(name, [by_id(id_) for id_ in others]))
 
     # --- reporting ---
 
@@ -226,7 +246,11 @@ def register(settings: Settings) -> None:
     # Outside the lock: waiting for another thread's import while that thread's hook waits for
     # the lock would be a deadlock.
     for name in dict.fromkeys(modules):
-        _hook(name)
+        try:
+            _hook(name)
+        except Exception as error:
+            with _process.lock:
+                _process.refuse_unhooked(name, error)
     with _process.lock:
         _process.report_changes()
         refused = [s.fix.id for s in _process.in_order() if s.state is State.REFUSED]

@@ -1,9 +1,10 @@
-"""What edited code of vLLM has learned about this process, for the states to tell."""
+"""What is known of this process: by edited code for the states to tell, and the other way."""
 
 from __future__ import annotations
 
 _runner: str | None = None
 _left_alone: dict[str, str] = {}
+_releases: dict[str, str | None] = {}
 
 
 def note_runner(use_v2_model_runner: bool) -> None:
@@ -31,3 +32,13 @@ def note_left_alone(fix_id: str, reason: str) -> None:
 def left_alone(fix_id: str) -> str | None:
     """Why an applied fix does nothing in this engine; None if it does."""
     return _left_alone.get(fix_id)
+
+
+def note_release(fix_id: str, release: str | None) -> None:
+    """Remember the release whose sources a fix was decided on; None where that is not known."""
+    _releases[fix_id] = release
+
+
+def release_of(fix_id: str) -> str | None:
+    """The release whose sources a fix was decided on, such as ``"0.33.0"``; None if unknown."""
+    return _releases.get(fix_id)

@@ -361,7 +361,8 @@ def call(node: ast.AST, rng: random.Random) -> str | None:
 
 @_rewrite(ast.Call, ast.Compare, ast.Attribute, ast.BinOp, ast.Subscript)
 def same_but_for_spelling(node: ast.AST, rng: random.Random) -> str | None:
-    return f"({ast.unparse(node)})" if isinstance(getattr(node, "ctx", ast.Load()), ast.Load) else None
+    read = isinstance(getattr(node, "ctx", ast.Load()), ast.Load)
+    return f"({ast.unparse(node)})" if read else None
 
 
 @_rewrite(ast.Slice)

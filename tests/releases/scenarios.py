@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import os
@@ -51,7 +52,7 @@ class Ended:
         return [line for line in self.output.splitlines() if "vllm-cgfix" in line]
 
 
-def run_in_fork(function: Callable[..., Any], *arguments: Any, timeout: float = 60) -> Ended:
+def run_in_fork(function: Callable[..., Any], *arguments: Any, timeout: float = 150) -> Ended:
     """Run a function in a fork of this process and wait for its end.
 
     The function must return plain data. A fork that takes too long writes the stacks of all
@@ -63,6 +64,8 @@ def run_in_fork(function: Callable[..., Any], *arguments: Any, timeout: float = 
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as result:
         sys.stdout.flush()
         sys.stderr.flush()
+        # Its thread would be missing in the fork, which then waits for it.
+        faulthandler.cancel_dump_traceback_later()
         pid = os.fork()
         if pid == 0:
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -138,12 +141,15 @@ def serve(socket_number: int) -> None:
     connection = Connection(socket_number)
     prepare, _, _ = pickle.loads(connection.recv_bytes())
     prepare()
+    # A collection in a fork would touch, and so copy, all that this process holds.
+    gc.collect()
+    gc.freeze()
     connection.send(Ended(None, ""))
     while True:
         try:
             request = connection.recv_bytes()
         except EOFError:
-            return
+            os._exit(0)  # taking down a process of this size takes seconds
         try:
             connection.send(run_in_fork(_answer, request))
         except AssertionError as error:
@@ -162,7 +168,8 @@ def import_all_but_target() -> None:
 
     cpu.use_cpu_platform()
     spec = importlib.util.find_spec(TARGET)
-    assert spec is not None and spec.origin is not None
+    assert spec is not None
+    assert spec.origin is not None
     namespace = {"__name__": TARGET, "__package__": TARGET.rpartition(".")[0]}
     for node in ast.parse(Path(spec.origin).read_bytes()).body:
         if isinstance(node, (ast.Import, ast.ImportFrom)):

@@ -12,6 +12,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import itertools
 import json
 import multiprocessing
 import os
@@ -28,6 +29,9 @@ from typing import Any
 
 import pytest
 
+from vllm_cgfix.code_edit import EditFunction, Insert
+from vllm_cgfix.fix import Fix
+
 from .process import environment, on_path, run_python
 from .scenarios import (
     TARGET,
@@ -40,6 +44,10 @@ from .scenarios import (
 
 WITNESS_PATH = "vllm/v1/worker/block_table.py"
 IMPORTED_BY_TARGET = "vllm.v1.worker.utils"
+# By its id: the log and the states are then of this fix alone.
+ON = {"VLLM_CGFIX": "dispatch-order"}
+# vLLM's own plugins import much of vLLM.
+VARIABLES = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_PLUGINS": "cgfix"}
 DECISION = re.compile(
     r"INFO \d\d-\d\d \d\d:\d\d:\d\d \[plugin\.py:\d+\] "
     r"vllm-cgfix [\d.]+ on vLLM 0\.11\.2: dispatch-order (pending|applied|refused)$"
@@ -55,7 +63,7 @@ REFUSED = re.compile(r"WARNING .*\[plugin\.py:\d+\] vllm-cgfix: dispatch-order r
 def stock() -> Iterator[ForkServer]:
     """0.11.2 with all imported but the model runner."""
     server = ForkServer(
-        environment("0.11.2", VLLM_LOGGING_LEVEL="INFO", VLLM_CONFIGURE_LOGGING="1"),
+        environment("0.11.2", **VARIABLES),
         import_all_but_target,
     )
     yield server
@@ -70,9 +78,7 @@ def overlay(tmp_path_factory: pytest.TempPathFactory) -> Overlay:
 @pytest.fixture(scope="module")
 def overlay_server(overlay: Overlay, stock: ForkServer) -> Iterator[ForkServer]:
     """The same on sources of which single files can be changed."""
-    server = ForkServer(
-        on_path(overlay.folder, VLLM_LOGGING_LEVEL="INFO"), import_all_but_target
-    )
+    server = ForkServer(on_path(overlay.folder, **VARIABLES), import_all_but_target)
     yield server
     server.close()
 
@@ -105,7 +111,7 @@ def _register() -> None:
 def _status() -> Any:
     """The status of dispatch-order; None if nothing was ever decided."""
     found = importlib.import_module("vllm_cgfix").status()
-    return found[0] if found else None
+    return {status.fix.id: status for status in found}.get("dispatch-order")
 
 
 def _state() -> str:
@@ -201,9 +207,20 @@ class _AtImport:
 
 
 def _call_during_import(call: Callable[[], object]) -> None:
-    """Have something called in the midst of the target's import, when it imports a module."""
-    assert sys.modules.pop(IMPORTED_BY_TARGET)
-    sys.meta_path.insert(0, _AtImport(IMPORTED_BY_TARGET, call))  # type: ignore[arg-type]
+    """Have something called in the midst of the target's import, as it imports from a module.
+
+    Not by a finder: Python 3.11 holds the import lock of the whole process meanwhile.
+    """
+    imported = sys.modules[IMPORTED_BY_TARGET]
+
+    class Calling(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            if sys.modules[IMPORTED_BY_TARGET] is self:
+                sys.modules[IMPORTED_BY_TARGET] = imported
+                call()
+            return getattr(imported, name)
+
+    sys.modules[IMPORTED_BY_TARGET] = Calling(IMPORTED_BY_TARGET)
 
 
 def _in_thread(call: Callable[[], object]) -> threading.Thread:
@@ -237,13 +254,21 @@ def _registering(*events: str) -> Any:
 def test_register_before_and_after_the_import_and_twice(
     stock: ForkServer, events: tuple[str, ...]
 ) -> None:
-    ended = stock.run(_registering, *events, VLLM_CGFIX="1")
+    ended = stock.run(_registering, *events, **ON)
     assert ended.value == ("fixed", "applied", 1)
     assert_reported_once(ended.log)
 
 
+def test_all_fixes_are_reported_in_one_decision_line(stock: ForkServer) -> None:
+    ended = stock.run(_registering, "register", "import", "register", VLLM_CGFIX="1")
+    assert ended.value == ("fixed", "applied", 1)
+    decided, applied = ended.log
+    assert re.search(r"on vLLM 0\.11\.2: dispatch-order pending, [\w-]+ [\w-]+", decided)
+    assert APPLIED.fullmatch(applied)
+
+
 def test_without_register_nothing_is_changed(stock: ForkServer) -> None:
-    ended = stock.run(_registering, "import", VLLM_CGFIX="1")
+    ended = stock.run(_registering, "import", **ON)
     assert ended.value == ("stock", "none", 0)
     assert ended.log == []
 
@@ -288,7 +313,7 @@ def _two_threads_register(imported: bool) -> Any:
 @pytest.mark.parametrize("imported", [False, True], ids=["before", "after"])
 def test_register_from_two_threads(stock: ForkServer, imported: bool) -> None:
     for _ in range(5):
-        ended = stock.run(_two_threads_register, imported, VLLM_CGFIX="1")
+        ended = stock.run(_two_threads_register, imported, **ON)
         assert ended.value == ("fixed", "applied", 1)
         assert_reported_once(ended.log)
 
@@ -308,7 +333,7 @@ def _many_threads_import(delay: float) -> Any:
 @pytest.mark.parametrize("delay", [0, 0.002, 0.005, 0.01, 0.02, 0.05])
 def test_sixteen_threads_import_while_two_register(stock: ForkServer, delay: float) -> None:
     for _ in range(3):
-        ended = stock.run(_many_threads_import, delay, VLLM_CGFIX="1")
+        ended = stock.run(_many_threads_import, delay, **ON)
         assert ended.value == ("fixed", "applied", 1)
         assert_reported_once(ended.log)
 
@@ -327,7 +352,7 @@ def _every_importer_sees_it() -> list[str]:
 
 
 def test_no_importer_gets_a_module_that_is_not_fixed_yet(stock: ForkServer) -> None:
-    ended = stock.run(_every_importer_sees_it, VLLM_CGFIX="1")
+    ended = stock.run(_every_importer_sees_it, **ON)
     assert ended.value == ["fixed"] * 16
 
 
@@ -347,7 +372,7 @@ def _registered_during_the_import(times: int) -> Any:
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_register_called_from_what_the_target_imports(stock: ForkServer, times: int) -> None:
-    ended = stock.run(_registered_during_the_import, times, VLLM_CGFIX="1")
+    ended = stock.run(_registered_during_the_import, times, **ON)
     *applied, existed, spec_is_stock = ended.value
     assert existed == [False], "the scenario is not that of a module in the midst of its import"
     assert applied == ["fixed", "applied", 1]
@@ -369,7 +394,7 @@ def _registered_by_another_thread_during_the_import() -> Any:
 
 
 def test_register_by_another_thread_while_the_target_is_executed(stock: ForkServer) -> None:
-    ended = stock.run(_registered_by_another_thread_during_the_import, VLLM_CGFIX="1")
+    ended = stock.run(_registered_by_another_thread_during_the_import, **ON)
     assert ended.value == ("fixed", "applied", 1)
     assert_reported_once(ended.log)
 
@@ -394,7 +419,7 @@ def _registered_by_another_thread_just_before_the_execution() -> Any:
 
 
 def test_register_by_another_thread_between_finding_and_executing(stock: ForkServer) -> None:
-    ended = stock.run(_registered_by_another_thread_just_before_the_execution, VLLM_CGFIX="1")
+    ended = stock.run(_registered_by_another_thread_just_before_the_execution, **ON)
     assert ended.value == ("fixed", "applied", 1)
     assert_reported_once(ended.log)
 
@@ -423,7 +448,7 @@ def _import_fails_once(register_during_it: bool) -> Any:
 def test_register_around_an_import_that_fails_and_is_repeated(
     stock: ForkServer, during: bool
 ) -> None:
-    ended = stock.run(_import_fails_once, during, VLLM_CGFIX="1")
+    ended = stock.run(_import_fails_once, during, **ON)
     assert ended.value == ("once", "fixed", "applied", 1)
     assert_reported_once(ended.log)
 
@@ -448,7 +473,7 @@ def _fork_after_the_import(*events: str) -> Any:
 
 
 def test_child_forked_before_the_import_never_registers(stock: ForkServer) -> None:
-    ended = stock.run(_fork_before_the_import, "import", VLLM_CGFIX="1")
+    ended = stock.run(_fork_before_the_import, "import", **ON)
     found, log = ended.value
     assert found == ("fixed", "applied")
     assert len(log) == 1, log
@@ -457,15 +482,13 @@ def test_child_forked_before_the_import_never_registers(stock: ForkServer) -> No
 
 
 def test_child_forked_before_the_import_registers(stock: ForkServer) -> None:
-    found, log = stock.run(
-        _fork_before_the_import, "register", "import", "register", VLLM_CGFIX="1"
-    ).value
+    found, log = stock.run(_fork_before_the_import, "register", "import", "register", **ON).value
     assert found == ("fixed", "applied")
     assert_reported_once(log)
 
 
 def test_child_forked_after_the_import_never_registers(stock: ForkServer) -> None:
-    ended = stock.run(_fork_after_the_import, "import", VLLM_CGFIX="1")
+    ended = stock.run(_fork_after_the_import, "import", **ON)
     found, log = ended.value
     assert found == ("fixed", "applied")
     assert log == [], "nothing is decided and nothing applied in this process"
@@ -473,7 +496,7 @@ def test_child_forked_after_the_import_never_registers(stock: ForkServer) -> Non
 
 
 def test_child_forked_after_the_import_registers(stock: ForkServer) -> None:
-    ended = stock.run(_fork_after_the_import, "register", "register", VLLM_CGFIX="1")
+    ended = stock.run(_fork_after_the_import, "register", "register", **ON)
     found, log = ended.value
     assert found == ("fixed", "applied")
     assert_reported_once(log)
@@ -501,7 +524,7 @@ def _fork_while_a_thread_registers() -> Any:
 
 
 def test_child_forked_while_another_thread_registers(stock: ForkServer) -> None:
-    found, log = stock.run(_fork_while_a_thread_registers, VLLM_CGFIX="1").value
+    found, log = stock.run(_fork_while_a_thread_registers, **ON).value
     assert found == ("fixed", "applied")
     assert_reported_once(log)
 
@@ -539,7 +562,7 @@ def _spawn(folder: str) -> Any:
 
 @pytest.fixture(scope="module")
 def spawned(stock: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return stock.run(_spawn, str(tmp_path_factory.mktemp("spawned")), VLLM_CGFIX="1").value
+    return stock.run(_spawn, str(tmp_path_factory.mktemp("spawned")), **ON).value
 
 
 def test_spawned_child_registers(spawned: Any) -> None:
@@ -590,7 +613,7 @@ def _looks_before_and_after() -> Any:
 
 
 def test_the_edited_function_looks_as_before(stock: ForkServer) -> None:
-    before, after, edited = stock.run(_looks_before_and_after, VLLM_CGFIX="1").value
+    before, after, edited = stock.run(_looks_before_and_after, **ON).value
     assert edited
     assert before["source"].startswith("    @torch.inference_mode()\n    def _dummy_run(")
     for name, value in before.items():
@@ -614,9 +637,7 @@ def _traceback_line(what_fails: str) -> Any:
     elif what_fails == "unmoved before":
         module.coordinate_batch_across_dp = fail
     elif what_fails == "inserted":
-        importlib.import_module(
-            "vllm_cgfix.fixes.dispatch_order"
-        ).prepare_dummy_batch = fail
+        importlib.import_module("vllm_cgfix.fixes.dispatch_order").prepare_dummy_batch = fail
     elif what_fails == "unmoved after":
         runner.cudagraph_dispatcher = SimpleNamespace(
             dispatch=lambda *args: (module.CUDAGraphMode.NONE, None)
@@ -647,14 +668,16 @@ def _traceback_line(what_fails: str) -> Any:
 def test_a_traceback_names_the_file_and_the_line(
     stock: ForkServer, what_fails: str, text: str
 ) -> None:
-    filename, number, line, file = stock.run(_traceback_line, what_fails, VLLM_CGFIX="1").value
+    filename, number, line, file = stock.run(_traceback_line, what_fails, **ON).value
     assert filename == file
     assert line == text
     source = Path(filename).read_text().splitlines()
     start = source.index("    def _dummy_run(")
-    assert number == source.index(
-        next(line for line in source[start:] if line.strip() == text), start
-    ) + 1
+    assert number == next(
+        number
+        for number, found in enumerate(source, start=1)
+        if number > start and found.strip() == text
+    )
 
 
 def _undone() -> Any:
@@ -672,7 +695,7 @@ def _undone() -> Any:
 
 
 def test_undo_gives_the_code_object_back_and_register_applies_again(stock: ForkServer) -> None:
-    ended = stock.run(_undone, VLLM_CGFIX="1")
+    ended = stock.run(_undone, **ON)
     assert ended.value == [("fixed", "applied"), (True, "stock", "off")] * 2
     assert [bool(APPLIED.fullmatch(line)) for line in ended.log] == [False, True, True]
 
@@ -689,7 +712,7 @@ def _undone_before_the_import() -> Any:
 
 
 def test_undo_before_the_import(stock: ForkServer) -> None:
-    undone, again = stock.run(_undone_before_the_import, VLLM_CGFIX="1").value
+    undone, again = stock.run(_undone_before_the_import, **ON).value
     assert undone == ("stock", "off")
     assert again == ("fixed", "applied")
 
@@ -719,7 +742,7 @@ def _cycles(imported: bool) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("imported", [True, False], ids=["imported", "pending"])
 def test_200_cycles_of_register_and_undo_leak_nothing(stock: ForkServer, imported: bool) -> None:
-    measured = stock.run(_cycles, imported, VLLM_CGFIX="1").value
+    measured = stock.run(_cycles, imported, **ON).value
     blocks = measured.pop("blocks")
     for name, (early, late) in measured.items():
         assert early == late, name
@@ -753,7 +776,7 @@ def _references() -> Any:
 
 @pytest.fixture(scope="module")
 def references(stock: ForkServer) -> Any:
-    return stock.run(_references, VLLM_CGFIX="1").value
+    return stock.run(_references, **ON).value
 
 
 @pytest.mark.parametrize("name", ["alias", "subclass", "bound method", "partial"])
@@ -811,7 +834,7 @@ def _wrapped_before() -> Any:
 
 
 def test_wrapped_before_is_edited_beneath_and_the_log_names_the_wrapper(stock: ForkServer) -> None:
-    ended = stock.run(_wrapped_before, VLLM_CGFIX="1")
+    ended = stock.run(_wrapped_before, **ON)
     (fixed, state, text, calls), is_stock, undone, all_calls = ended.value
     assert (fixed, state, calls) == ("fixed", "applied", ["other"])
     assert (is_stock, undone, all_calls) == (True, "stock", ["other", "other"])
@@ -843,7 +866,7 @@ def _patched_before(patch: Callable[[], object]) -> Any:
 def test_patched_otherwise_before_is_refused(
     stock: ForkServer, patch: Callable[[], object], reason: str
 ) -> None:
-    ended = stock.run(_patched_before, patch, VLLM_CGFIX="1")
+    ended = stock.run(_patched_before, patch, **ON)
     state, told, unchanged = ended.value
     assert state == "refused"
     assert reason in told
@@ -853,7 +876,7 @@ def test_patched_otherwise_before_is_refused(
 
 
 def test_replaced_before_names_where_the_replacement_is_from(stock: ForkServer) -> None:
-    _, told, _ = stock.run(_patched_before, _replace_target, VLLM_CGFIX="1").value
+    _, told, _ = stock.run(_patched_before, _replace_target, **ON).value
     assert __file__ in told
 
 
@@ -865,7 +888,7 @@ def _patched_after(patch: Callable[[], object]) -> Any:
 
 
 def test_wrapped_after_leaves_it_applied(stock: ForkServer) -> None:
-    state, _, fixed = stock.run(_patched_after, _wrap_target, VLLM_CGFIX="1").value
+    state, _, fixed = stock.run(_patched_after, _wrap_target, **ON).value
     assert (state, fixed) == ("applied", "fixed")
 
 
@@ -873,7 +896,7 @@ def test_wrapped_after_leaves_it_applied(stock: ForkServer) -> None:
     "patch", [_replace_target, _swap_code_of_target], ids=["replaced", "code swapped"]
 )
 def test_patched_otherwise_after_is_lost(stock: ForkServer, patch: Callable[[], object]) -> None:
-    state, reason, _ = stock.run(_patched_after, patch, VLLM_CGFIX="1").value
+    state, reason, _ = stock.run(_patched_after, patch, **ON).value
     assert state == "lost"
     assert "replaced" in reason
 
@@ -894,7 +917,7 @@ def _reloaded() -> Any:
 
 
 def test_a_reload_shows_as_lost_and_register_applies_again(stock: ForkServer) -> None:
-    before, lost, again, is_stock = stock.run(_reloaded, VLLM_CGFIX="1").value
+    before, lost, again, is_stock = stock.run(_reloaded, **ON).value
     assert before == "applied"
     assert lost == ("lost", "stock")
     assert again == ("applied", "fixed")
@@ -913,7 +936,7 @@ def _imported_anew() -> Any:
 
 
 def test_a_second_import_shows_as_lost_and_register_applies_again(stock: ForkServer) -> None:
-    lost, again = stock.run(_imported_anew, VLLM_CGFIX="1").value
+    lost, again = stock.run(_imported_anew, **ON).value
     assert lost == ("lost", "stock")
     assert again == ("applied", "fixed")
 
@@ -951,7 +974,7 @@ def test_stale_bytecode_is_refused(changed: Overlay, overlay_server: ForkServer)
         + struct.pack("<III", 0, int(stat.st_mtime), stat.st_size)
         + marshal.dumps(code)
     )
-    found = overlay_server.run(_registered_and_imported, VLLM_CGFIX="1").value
+    found = overlay_server.run(_registered_and_imported, **ON).value
     assert found["decided"] == "pending", "the source file itself is stock"
     assert found["state"] == "refused"
     assert found["runs"] == "stock"
@@ -963,7 +986,7 @@ def test_stale_bytecode_is_refused(changed: Overlay, overlay_server: ForkServer)
 
 
 def test_unchanged_links_are_known(changed: Overlay, overlay_server: ForkServer) -> None:
-    found = overlay_server.run(_registered_and_imported, VLLM_CGFIX="1").value
+    found = overlay_server.run(_registered_and_imported, **ON).value
     assert found["file"] == str(changed.folder / TARGET_PATH)
     assert (found["state"], found["runs"], found["notes"]) == ("applied", "fixed", [])
 
@@ -980,7 +1003,7 @@ def test_a_file_changed_by_one_byte_is_refused(
     content = one_byte_changed(changed.read(path))
     assert sum(a != b for a, b in zip(content, changed.read(path), strict=True)) == 1
     changed.write(path, content)
-    ended = overlay_server.run(_registered_and_imported, VLLM_CGFIX="1")
+    ended = overlay_server.run(_registered_and_imported, **ON)
     found = ended.value
     assert (found["decided"], found["state"], found["runs"]) == ("refused", "refused", "stock")
     assert found["reason"].startswith("unknown source")
@@ -993,12 +1016,10 @@ def test_a_file_changed_by_one_byte_is_refused(
 
 
 @pytest.mark.parametrize("path", [TARGET_PATH, WITNESS_PATH], ids=["target", "witness"])
-def test_a_missing_file_is_refused(
-    changed: Overlay, overlay_server: ForkServer, path: str
-) -> None:
+def test_a_missing_file_is_refused(changed: Overlay, overlay_server: ForkServer, path: str) -> None:
     changed.write(path, b"")
     (changed.folder / path).unlink()
-    ended = overlay_server.run(_decided, VLLM_CGFIX="1", VLLM_CGFIX_UNVERIFIED="0")
+    ended = overlay_server.run(_decided, **ON, VLLM_CGFIX_UNVERIFIED="0")
     state, reason = ended.value
     assert state == "refused"
     assert path in reason
@@ -1014,9 +1035,7 @@ def test_unverified_applies_where_the_structure_is_the_same(
     changed: Overlay, overlay_server: ForkServer, path: str
 ) -> None:
     changed.write(path, one_byte_changed(changed.read(path)) + b"\n# A vendor's comment.\n")
-    ended = overlay_server.run(
-        _registered_and_imported, VLLM_CGFIX="1", VLLM_CGFIX_UNVERIFIED="1"
-    )
+    ended = overlay_server.run(_registered_and_imported, **ON, VLLM_CGFIX_UNVERIFIED="1")
     found = ended.value
     assert (found["decided"], found["state"], found["runs"]) == ("pending", "applied", "fixed")
     for told in (" ".join(found["notes"]), ended.log[1]):
@@ -1024,19 +1043,21 @@ def test_unverified_applies_where_the_structure_is_the_same(
         assert path in told
 
 
-def test_unverified_refuses_where_the_structure_differs(
-    changed: Overlay, overlay_server: ForkServer
-) -> None:
-    stock_text = changed.read(TARGET_PATH)
-    other_text = stock_text.replace(
+def differing(content: bytes) -> bytes:
+    """The same but for the structure of ``_dummy_run``, which works as before."""
+    other = content.replace(
         b"attn_metadata: PerLayerAttnMetadata | None = None\n\n        # If force_attention",
         b"attn_metadata = None\n\n        # If force_attention",
     )
-    assert other_text != stock_text
-    changed.write(TARGET_PATH, other_text)
-    found = overlay_server.run(
-        _registered_and_imported, VLLM_CGFIX="1", VLLM_CGFIX_UNVERIFIED="1"
-    ).value
+    assert other != content
+    return other
+
+
+def test_unverified_refuses_where_the_structure_differs(
+    changed: Overlay, overlay_server: ForkServer
+) -> None:
+    changed.write(TARGET_PATH, differing(changed.read(TARGET_PATH)))
+    found = overlay_server.run(_registered_and_imported, **ON, VLLM_CGFIX_UNVERIFIED="1").value
     assert (found["decided"], found["state"], found["runs"]) == ("pending", "refused", "stock")
     assert "structure differs in GPUModelRunner._dummy_run" in found["reason"]
 
@@ -1059,7 +1080,7 @@ def test_a_file_changed_between_decision_and_import_is_refused(
         _changed_after_the_decision,
         str(changed.folder / TARGET_PATH),
         one_byte_changed(content),
-        VLLM_CGFIX="1",
+        **ON,
     ).value
     assert (decided, state, runs) == ("pending", "refused", "stock")
     assert "has changed since" in reason
@@ -1098,15 +1119,15 @@ FIX_WORDS = ("0", "off", "1", "on", "all")
         ({"VLLM_CGFIX": "all,,dispatch-order"}, FIX_WORDS),
         ({"VLLM_CGFIX": "-dispatch-order"}, ("all,-dispatch-order",)),
         ({"VLLM_CGFIX_STRICT": "perhaps"}, ("1", "on", "0", "off")),
-        ({"VLLM_CGFIX": "1", "VLLM_CGFIX_UNVERIFIED": "all"}, ("1", "on", "0", "off")),
+        ({**ON, "VLLM_CGFIX_UNVERIFIED": "all"}, ("1", "on", "0", "off")),
         (
             {"VLLM_CGFIX_STRIKT": "1"},
             ("VLLM_CGFIX", "VLLM_CGFIX_STRICT", "VLLM_CGFIX_UNVERIFIED"),
         ),
     ],
-    ids=lambda value: ",".join(f"{k}={v}" for k, v in value.items())
-    if isinstance(value, dict)
-    else "",
+    ids=lambda value: (
+        ",".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else ""
+    ),
 )
 def test_bad_settings_stop_the_start_on_every_call(
     stock: ForkServer, variables: dict[str, str], valid: tuple[str, ...]
@@ -1144,9 +1165,7 @@ def test_strict_stops_the_start_on_what_the_hashes_refuse(
     changed: Overlay, overlay_server: ForkServer
 ) -> None:
     changed.write(WITNESS_PATH, one_byte_changed(changed.read(WITNESS_PATH)))
-    registered, called, _, _ = overlay_server.run(
-        _strict, VLLM_CGFIX="1", VLLM_CGFIX_STRICT="1"
-    ).value
+    registered, called, _, _ = overlay_server.run(_strict, **ON, VLLM_CGFIX_STRICT="1").value
     for message in registered:
         assert "VLLM_CGFIX_STRICT=1" in message
         assert "dispatch-order" in message
@@ -1155,9 +1174,7 @@ def test_strict_stops_the_start_on_what_the_hashes_refuse(
 
 
 def test_strict_does_not_stop_what_is_applied(stock: ForkServer) -> None:
-    registered, called, again, _ = stock.run(
-        _strict, VLLM_CGFIX="1", VLLM_CGFIX_STRICT="1"
-    ).value
+    registered, called, again, _ = stock.run(_strict, **ON, VLLM_CGFIX_STRICT="1").value
     assert registered == ["nothing raised"] * 2
     assert called == ["vLLM's code ran"] * 2
     assert again == "nothing raised"
@@ -1167,9 +1184,9 @@ def test_strict_raises_at_the_first_call_of_what_the_import_refuses(
     changed: Overlay, overlay_server: ForkServer
 ) -> None:
     stock_text = changed.read(TARGET_PATH)
-    changed.write(TARGET_PATH, stock_text.replace(b"is_profile: bool", b"is_profiling: bool"))
+    changed.write(TARGET_PATH, differing(stock_text))
     registered, called, again, others = overlay_server.run(
-        _strict, VLLM_CGFIX="1", VLLM_CGFIX_STRICT="1", VLLM_CGFIX_UNVERIFIED="1"
+        _strict, **ON, VLLM_CGFIX_STRICT="1", VLLM_CGFIX_UNVERIFIED="1"
     ).value
     assert registered == ["nothing raised"] * 2
     for message in (*called, again):
@@ -1178,35 +1195,24 @@ def test_strict_raises_at_the_first_call_of_what_the_import_refuses(
     assert others, "the module's other functions are there"
 
 
-def _patched(where: str, value: object) -> None:
+def _faulty(where: str) -> Any:
+    """Register, twice, and import, with one internal step broken."""
     module, _, path = where.partition(":")
     owner: Any = importlib.import_module(module)
     *owners, name = path.split(".")
     for part in owners:
         owner = getattr(owner, part)
     assert hasattr(owner, name), where
-    setattr(owner, name, value)
-
-
-def _faulty(where: str, value: Any) -> Any:
-    """Register and import with one internal step broken."""
-    if value == "missing":
-        _patched(where, None)
-        module, _, name = where.partition(":")
-        delattr(importlib.import_module(module), name)
-    elif isinstance(value, str):
-        _patched(where, _raiser(RuntimeError, value))
-    else:
-        _patched(where, value)
+    setattr(owner, name, _raiser(RuntimeError, "injected"))
     raised = []
     for _ in range(2):
         try:
             _register()
         except Exception:
             raised.append(traceback.format_exc())
-    module = _import_target()
+    _import_target()
     status = _status()
-    return raised, _fixed(), _state(), status and status.reason, module.__name__ in sys.modules
+    return raised, _fixed(), _state(), status and status.reason
 
 
 @pytest.mark.parametrize(
@@ -1228,34 +1234,32 @@ def _faulty(where: str, value: Any) -> Any:
         "vllm_cgfix.code_edit:unwrap",
         "vllm_cgfix.code_edit:SourceEditor.__init__",
         "vllm_cgfix.code_edit:SourceEditor.set_active",
-        "vllm_cgfix.imports:wrapt.register_post_import_hook",
+        "wrapt:register_post_import_hook",
+        "vllm_cgfix.imports:_wait_for_other_threads",
         "vllm_cgfix.plugin:when_imported",
     ],
 )
 def test_a_fault_of_our_own_breaks_nothing(stock: ForkServer, where: str) -> None:
-    ended = stock.run(_faulty, where, "injected", VLLM_CGFIX="1")
-    raised, runs, state, reason, imported = ended.value
+    ended = stock.run(_faulty, where, **ON)
+    raised, runs, state, reason = ended.value
     assert not raised, raised[0]
-    assert (imported, runs, state) == (True, "stock", "refused")
+    assert (runs, state) == ("stock", "refused")
     assert "injected" in reason
     assert [line for line in ended.log if REFUSED.search(line) and "injected" in line]
 
 
-@pytest.mark.parametrize(
-    "where",
-    [
-        "wrapt:register_post_import_hook",
-        "importlib._bootstrap:_lock_unlock_module",
-    ],
-)
-def test_a_function_that_another_version_lacks_breaks_nothing(
-    stock: ForkServer, where: str
-) -> None:
-    ended = stock.run(_faulty, where, "missing", VLLM_CGFIX="1")
-    raised, runs, state, reason, imported = ended.value
-    assert not raised, raised[0]
-    assert (imported, runs, state) == (True, "stock", "refused")
-    assert where.partition(":")[2] in reason
+def _without_wrapts_function() -> Any:
+    import wrapt
+
+    del wrapt.register_post_import_hook
+    _register()
+    return _fixed(), _state(), _status().reason
+
+
+def test_a_wrapt_without_its_hooks_is_a_refusal(stock: ForkServer) -> None:
+    runs, state, reason = stock.run(_without_wrapts_function, **ON).value
+    assert (runs, state) == ("stock", "refused")
+    assert "register_post_import_hook" in reason
 
 
 def _without_module(name: str) -> Any:
@@ -1272,11 +1276,11 @@ def _without_module(name: str) -> Any:
 
 
 def test_a_missing_dependency_breaks_nothing(stock: ForkServer) -> None:
-    ended = stock.run(_without_module, "wrapt", VLLM_CGFIX="1")
+    ended = stock.run(_without_module, "wrapt", **ON)
     raised, runs = ended.value
     assert not raised, raised[0]
     assert runs == "stock"
-    assert [line for line in ended.output.splitlines() if "WARNING" in line and "wrapt" in line]
+    assert [line for line in ended.log if REFUSED.search(line) and "wrapt" in line]
 
 
 def _with_table(text: str | None) -> Any:
@@ -1315,7 +1319,7 @@ _HASH = {"0" * 64: ["0.11.2"]}
     ],
 )
 def test_a_damaged_or_missing_table_is_a_refusal(stock: ForkServer, text: str | None) -> None:
-    ended = stock.run(_with_table, text, VLLM_CGFIX="1")
+    ended = stock.run(_with_table, text, **ON)
     found = ended.value
     assert (found["decided"], found["state"], found["runs"]) == ("refused", "refused", "stock")
     assert found["reason"]
@@ -1335,13 +1339,13 @@ def _with_table_of_target(value: Any) -> Any:
 
 @pytest.mark.parametrize("value", [None, 5, [], ["0.0.0"], [[]]], ids=repr)
 def test_a_damaged_row_is_a_refusal(stock: ForkServer, value: Any) -> None:
-    found = stock.run(_with_table_of_target, value, VLLM_CGFIX="1").value
+    found = stock.run(_with_table_of_target, value, **ON).value
     assert (found["decided"], found["state"], found["runs"]) == ("refused", "refused", "stock")
     assert found["reason"]
 
 
 def test_an_unreadable_file_is_a_refusal_that_names_it(stock: ForkServer) -> None:
-    ended = stock.run(_with_unreadable_target, VLLM_CGFIX="1")
+    ended = stock.run(_with_unreadable_target, **ON)
     state, reason = ended.value
     assert state == "refused"
     assert TARGET_PATH in reason
@@ -1368,6 +1372,7 @@ def _import_variables() -> None:
 
     cpu.use_cpu_platform()
     importlib.import_module("vllm.plugins")
+    importlib.import_module("vllm.config.utils")  # which compile_factors() imports
 
 
 def _import_arguments() -> None:
@@ -1383,7 +1388,7 @@ def releases() -> Iterator[Callable[[str], ForkServer]]:
     def server(release: str) -> ForkServer:
         if release not in servers:
             servers[release] = ForkServer(
-                environment(release, VLLM_LOGGING_LEVEL="INFO"),
+                environment(release, **VARIABLES),
                 _import_variables if release == "0.12.0" else _import_arguments,
             )
         return servers[release]
@@ -1402,15 +1407,19 @@ SET = {
 }
 
 
-def _start_engine(check: bool) -> str:
-    """Make the configuration as ``vllm serve`` does, its check of the variables included."""
-    from vllm_cgfix.verify import cpu
+def _start_engine(hard_fail: bool) -> str:
+    """Make the engine's configuration, as far as vLLM's check of the variables and no further."""
+    import vllm.engine.arg_utils as arg_utils
 
+    arg_utils.maybe_override_with_speculators = _raiser(_Here)  # called just after the check
+    arguments = arg_utils.EngineArgs(model=os.getcwd(), fail_on_environ_validation=hard_fail)
     try:
-        cpu.make_config(fail_on_environ_validation=check)
+        arguments.create_engine_config()
+    except _Here:
+        return "started"
     except ValueError as error:
         return str(error)
-    return "started"
+    return "the check was not reached"
 
 
 @pytest.mark.parametrize("variables", SET.values(), ids=SET)
@@ -1466,36 +1475,28 @@ def test_ray_workers_of_0_11_get_the_variables(stock: ForkServer, value: str) ->
     assert copied == ["VLLM_CGFIX", "VLLM_CGFIX_STRICT", "VLLM_CGFIX_UNVERIFIED"]
 
 
-def _compile_factors(fixes_wanted: bool) -> Any:
-    """The factors after each of the ways to write a setting, in a process for each."""
-    return {
-        text: run_in_fork(_compile_factors_of, text, strict, fixes_wanted).value
-        for text, strict in (
-            ("1", "0"),
-            ("all", "1"),
-            ("one,two", "0"),
-            ("TWO , one", "1"),
-            ("one", "0"),
-            ("all,-two", "1"),
-            ("0", "0"),
-        )
-        if fixes_wanted or "o" not in text.lower()
-    }
-
-
-def _compile_factors_of(text: str, strict: str, fixes_wanted: bool) -> Any:
+def _compile_factors(text: str, strict: str) -> Any:
     os.environ.update(VLLM_CGFIX=text, VLLM_CGFIX_STRICT=strict)
-    if fixes_wanted:
-        _use_fixes(
-            _test_fix("one", {PLUGINS: (_insert_at_start(LOADER, "one = 1"),)}),
-            _test_fix("two", {PLUGINS: (_insert_at_start(LOADER, "two = 2"),)}),
-        )
+    _use_fixes(_test_fix("one", {TARGET: (ONE,)}), _test_fix("two", {TARGET: (TWO,)}))
     _register()
     return importlib.import_module("vllm.envs").compile_factors()
 
 
-PLUGINS = "vllm.plugins.__init__"
-LOADER = "load_general_plugins"
+@pytest.mark.parametrize("release", ["0.12.0", "0.33.0"])
+def test_equal_sets_of_fixes_share_a_compile_cache(
+    releases: Callable[[str], ForkServer], release: str
+) -> None:
+    def factors(text: str, strict: str = "0") -> Any:
+        return releases(release).run(_compile_factors, text, strict).value
+
+    both = factors("1")
+    assert both["VLLM_CGFIX"] == "one,two"
+    for text, strict in (("all", "1"), ("two,one", "0"), (" ONE , two", "1"), ("one,all", "0")):
+        assert factors(text, strict) == both, text
+    one = factors("one")
+    assert one == {**both, "VLLM_CGFIX": "one"}
+    assert factors("all,-two", "1") == one
+    assert factors("0") == {**both, "VLLM_CGFIX": ""}
 
 
 # --- 8. what register() costs -------------------------------------------------------------------
@@ -1526,15 +1527,193 @@ import vllm.logger
 before = set(sys.modules)
 vllm.plugins.load_general_plugins()
 import vllm_cgfix
-print([s.state.value for s in vllm_cgfix.status()], torch.cuda.is_initialized(), touched)
+print([s.state.value for s in vllm_cgfix.status()][0], torch.cuda.is_initialized(), touched)
 print(*sorted(set(sys.modules) - before))
 """
 
 
 def test_on_imports_nothing_of_vllm_and_leaves_cuda_alone() -> None:
     found, added = run_python(
-        _COUNT_CUDA, environment("0.11.2", VLLM_CGFIX="1")
+        _COUNT_CUDA, environment("0.11.2", **VARIABLES, **ON)
     ).stdout.splitlines()[-2:]
-    assert found == "['pending'] False []"
+    assert found == "pending False []"
     assert "vllm_cgfix.plugin" in added.split()
     assert not [name for name in added.split() if name.split(".")[0] in ("vllm", "torch")]
+
+
+# --- 9. several modules, several fixes ----------------------------------------------------------
+
+SECOND = "vllm.v1.core.sched.scheduler"
+ONE = EditFunction(
+    "GPUModelRunner._dummy_run", (Insert("one = 1", before="attn_metadata: ... = None"),)
+)
+TWO = EditFunction(
+    "GPUModelRunner._dummy_run", (Insert("two = 2", after="attn_metadata: ... = None"),)
+)
+OF_SECOND = EditFunction(
+    "Scheduler.get_num_unfinished_requests",
+    (Insert("second = 2", before="return len(self.waiting) + len(self.running)"),),
+)
+REFUSING = EditFunction(
+    "Scheduler.get_num_unfinished_requests",
+    (
+        Insert("second = 2", before="return len(self.waiting) + len(self.running)"),
+        Insert("never = 3", before="this_is_not_there()"),
+    ),
+)
+
+
+def _test_fix(name: str, edits: dict[str, tuple[EditFunction, ...]]) -> Fix:
+    return Fix(
+        id=name,
+        title="",
+        symptom="",
+        error_patterns=(),
+        upstream=(),
+        scope="test",
+        releases=("here",),
+        edits=edits,
+    )
+
+
+def _use_fixes(*fixes: Fix) -> None:
+    """Make these the catalogue of this process, needed on the release that is here."""
+    import vllm_cgfix.fixes
+    from vllm_cgfix.decision import ReleaseTable
+    from vllm_cgfix.installation import Installation
+
+    assert "vllm_cgfix.plugin" not in sys.modules
+    vllm_cgfix.fixes.CATALOGUE = fixes
+    here = Installation.find()
+    paths = {path for fix in fixes for path in fix.edited_files}
+    table = ReleaseTable(("here",), {path: {here.sha256(path) or "": ["here"]} for path in paths})
+    ReleaseTable.load = classmethod(lambda cls: table)  # type: ignore[assignment,method-assign]
+
+
+def _states() -> dict[str, str]:
+    return {s.fix.id: s.state.value for s in importlib.import_module("vllm_cgfix").status()}
+
+
+def _inserted(module: str, qualname: str) -> list[str]:
+    """Which of the names that the test-made fixes insert are in the live function."""
+    member = functools.reduce(getattr, qualname.split("."), importlib.import_module(module))
+    code: CodeType = inspect.unwrap(member).__code__  # type: ignore[attr-defined,arg-type]
+    return [name for name in ("one", "two", "second", "never") if name in code.co_varnames]
+
+
+def _two_modules(edit_of_second: EditFunction, order: list[str]) -> Any:
+    _use_fixes(_test_fix("both", {TARGET: (ONE,), SECOND: (edit_of_second,)}))
+    events = []
+    for event in order:
+        if event == "register":
+            _register()
+        else:
+            importlib.import_module(event)
+        events.append(_states().get("both"))
+    again = None
+    _register()
+    again = _states()["both"]
+    code = [_inserted(TARGET, ONE.qualname), _inserted(SECOND, OF_SECOND.qualname)]
+    return events, again, code, importlib.import_module("vllm_cgfix").status()[0].reason
+
+
+ORDERS = [list(order) for order in itertools.permutations(("register", TARGET, SECOND))]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=lambda o: ",".join(n.split(".")[-1] for n in o))
+def test_a_fix_of_two_modules_leaves_no_trace_where_one_refuses(
+    stock: ForkServer, order: list[str]
+) -> None:
+    events, again, code, reason = stock.run(_two_modules, REFUSING, order, VLLM_CGFIX="all").value
+    assert code == [[], []]
+    assert (events[-1], again) == ("refused", "refused")
+    assert "this_is_not_there()" in reason
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=lambda o: ",".join(n.split(".")[-1] for n in o))
+def test_a_fix_of_two_modules_is_applied_once_both_are_imported(
+    stock: ForkServer, order: list[str]
+) -> None:
+    ended = stock.run(_two_modules, OF_SECOND, order, VLLM_CGFIX="all")
+    events, again, code, _ = ended.value
+    assert code == [["one"], ["second"]]
+    assert (events[-1], again) == ("applied", "applied")
+    assert len([line for line in ended.log if "both applied" in line]) == 1
+
+
+def _one_refused_of_two() -> Any:
+    """Of two fixes on the same modules, the second is refused in the second module."""
+    _use_fixes(
+        _test_fix("good", {TARGET: (ONE,), SECOND: (OF_SECOND,)}),
+        _test_fix("bad", {TARGET: (TWO,), SECOND: (REFUSING,)}),
+    )
+    _register()
+    importlib.import_module(TARGET)
+    importlib.import_module(SECOND)
+    return _states(), _inserted(TARGET, ONE.qualname), _inserted(SECOND, OF_SECOND.qualname)
+
+
+def test_a_refused_fix_does_not_take_another_one_with_it(stock: ForkServer) -> None:
+    states, of_target, of_second = stock.run(_one_refused_of_two, VLLM_CGFIX="all").value
+    assert states == {"good": "applied", "bad": "refused"}
+    assert (of_target, of_second) == (["one"], ["second"])
+
+
+def _withdrawn_beside_a_foreign_change() -> Any:
+    """A fix is refused in its second module after somebody has changed what another fix edits."""
+    other = EditFunction(
+        "GPUModelRunner.reset_mm_cache", (Insert("two = 2", before="if self.mm_budget: ..."),)
+    )
+    _use_fixes(
+        _test_fix("other", {TARGET: (other,)}),
+        _test_fix("both", {TARGET: (ONE,), SECOND: (REFUSING,)}),
+    )
+    _register()
+    module = _import_target()
+    before = _states()
+    module.GPUModelRunner.reset_mm_cache = _other_dummy_run
+    importlib.import_module(SECOND)
+    return before, _states(), _inserted(TARGET, ONE.qualname)
+
+
+def test_a_fix_is_withdrawn_whatever_became_of_another(stock: ForkServer) -> None:
+    before, after, inserted = stock.run(_withdrawn_beside_a_foreign_change, VLLM_CGFIX="all").value
+    assert before == {"other": "applied", "both": "pending"}
+    assert after == {"other": "lost", "both": "refused"}
+    assert inserted == []
+
+
+def _composed() -> Any:
+    """Two fixes of one function: the code after each order, and after undoing in each order."""
+    import vllm_cgfix
+
+    _use_fixes(_test_fix("one", {TARGET: (ONE,)}), _test_fix("two", {TARGET: (TWO,)}))
+    function = _function(_import_target())
+    stock_code = function.__code__
+    together = []
+    restored = []
+    applying = (("one,two",), ("one", "one,two"), ("two", "one,two"), ("one", "two"))
+    undoing = (("one", "two"), ("two", "one"), ("one", "two"), (None,))
+    for applied, undone in zip(applying, undoing, strict=True):
+        for words in applied:
+            os.environ["VLLM_CGFIX"] = words
+            _register()
+        together.append((function.__code__, _inserted(TARGET, ONE.qualname), _states()))
+        left = []
+        for fix in undone:
+            vllm_cgfix.undo(fix)
+            left.append(_inserted(TARGET, ONE.qualname))
+        restored.append((function.__code__ is stock_code, left[:-1], _states()))
+    equal = all(code == together[0][0] for code, _, _ in together)
+    return equal, [rest for _, *rest in together], restored
+
+
+def test_two_fixes_of_one_function_compose_in_any_order(stock: ForkServer) -> None:
+    equal, together, restored = stock.run(_composed).value
+    assert equal, "the code depends on the order"
+    assert together == [[["one", "two"], {"one": "applied", "two": "applied"}]] * 4
+    after_first_undo = [[["two"]], [["one"]], [["two"]], []]
+    for (is_stock, left, states), expected in zip(restored, after_first_undo, strict=True):
+        assert is_stock
+        assert left == expected
+        assert states == {"one": "off", "two": "off"}

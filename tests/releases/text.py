@@ -137,18 +137,19 @@ def _position(lines: Sequence[Line], number: int) -> int:
 def _extent(
     lines: Sequence[Line], first: int, last: int, *, whole_block: bool = False
 ) -> tuple[int, int]:
-    """From the line ``first`` to behind ``last``, and what mutations have put there.
+    """From the line ``first`` to behind ``last``, with what mutations have put there.
 
-    New lines at the end belong to it where they are indented more deeply than the first, or,
-    for a whole block, as deeply.
+    Lines of the range that are elsewhere now are not followed. New lines belong to it where they
+    are indented more deeply than the first, or, for a whole block, as deeply.
     """
     start = _position(lines, first)
     numbers = frozenset(range(first, last + 1))
-    stop = 1 + max(index for index, line in enumerate(lines) if numbers & line.stock)
-    if stop <= start:
-        raise Inapplicable(f"lines {first} to {last} are no longer in their order")
     least = lines[start].indent + (0 if whole_block else 1)
-    while stop < len(lines) and (lines[stop].blank or lines[stop].indent >= least):
+    stop = start + 1
+    while stop < len(lines):
+        line = lines[stop]
+        if not (line.blank or line.indent >= least or (numbers & line.stock and not line.copied)):
+            break
         stop += 1
     while lines[stop - 1].blank:
         stop -= 1
@@ -160,7 +161,8 @@ def _headers(lines: Sequence[Line], index: int) -> list[int]:
     found = []
     indent = lines[index].indent
     for above in range(index - 1, -1, -1):
-        if not lines[above].blank and lines[above].indent < indent:
+        closes = lines[above].text.lstrip().startswith((")", "]", "}"))
+        if not lines[above].blank and lines[above].indent < indent and not closes:
             indent = lines[above].indent
             found.append(above)
     return found
@@ -168,14 +170,14 @@ def _headers(lines: Sequence[Line], index: int) -> list[int]:
 
 # A space before `=` tells a statement from the keyword of a call that has a line to itself.
 _SETS = (
-    r"^\s*[\w, ]*\b{name}\b[\w, ]*(:[^=()]*)? ([-+*/%&|^@]|//|\*\*|<<|>>)?=(?!=)"
+    r"^\s*[\w, ]*\b{name}\b[\w, ]*(:[^=()\n]*)? ([-+*/%&|^@]|//|\*\*|<<|>>)?=(?!=)"
     r"|\bfor [\w, ]*\b{name}\b[\w, ]* in\b|\b(as|def|import|case|del) {name}\b|\b{name} :="
 )
 
 
 @dataclass(frozen=True)
 class MoveLines:
-    """Move lines before another, at its indentation, out of blocks but never into one.
+    """Move lines before another, at its indentation, out of ``with`` blocks and into none.
 
     ``reads`` are names that must have the same value there as where the lines were.
     """
@@ -186,17 +188,23 @@ class MoveLines:
     reads: tuple[str, ...] = ()
 
     def anchors(self) -> tuple[int, ...]:
-        return (self.before, self.first, self.last)
+        return (self.before, self.first)
 
     def apply(self, lines: list[Line]) -> list[Line]:
         start, stop = _extent(lines, self.first, self.last)
         at = _position(lines, self.before)
-        if not set(_headers(lines, at)) <= set(_headers(lines, start)):
+        around = _headers(lines, at)
+        left = [header for header in _headers(lines, start) if header not in around]
+        if not set(around) <= set(_headers(lines, start)):
             raise Inapplicable(f"line {self.before} is in a block of its own")
+        if not all(lines[header].text.lstrip().startswith("with ") for header in left):
+            raise Inapplicable(f"line {self.first} is in a block that is no `with`")
         passed = "\n".join(line.text for line in lines[at:start] if not line.blank)
         for name in self.reads:
             if re.search(_SETS.format(name=name), passed, re.MULTILINE):
-                raise Inapplicable(f"{name} is set between the lines {self.before} and {self.first}")
+                raise Inapplicable(
+                    f"{name} is set between the lines {self.before} and {self.first}"
+                )
         columns = lines[at].indent - lines[start].indent
         moved = [line.moved_by(columns) for line in lines[start:stop]]
         return [*lines[:at], *moved, *lines[at:start], *lines[stop:]]

@@ -30,12 +30,15 @@ from ..code_edit import (
     Wrap,
 )
 from ..fix import Fix
-from ..process_facts import note_left_alone
+from ..process_facts import note_left_alone, release_of
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 ID = "skip-attention"
+WARMED_BEFORE_CAPTURE = ("0.30.0", "0.31.0", "0.32.0", "0.33.0")
+"""Of the releases that need the fix, those whose worker runs ``warmup_kernels`` before it captures:
+since 0.30.0, which also locks the workspace after the capture."""
 
 
 def capture_scope(manager: Any, cg_mode: Any) -> AbstractContextManager[None]:
@@ -111,12 +114,10 @@ def _warms_up_in_capture(vllm_config: Any) -> str | None:
 def _reserves_workspace_in_capture(vllm_config: Any) -> str | None:
     """Attention that grows the shared workspace must do so before graphs hold its address.
 
-    Where ``warmup_kernels`` runs before the capture (0.30.0; later with JIT warm-up, which is
-    known to be on here) it has grown already.
+    Where the worker warms its kernels up before the capture it has grown already (JIT warm-up is
+    known to be on here).
     """
-    from vllm.v1.worker import gpu_worker
-
-    if _warms_up_before_capture(gpu_worker.Worker):
+    if release_of(ID) in WARMED_BEFORE_CAPTURE:
         return None
     decode_context_parallel = vllm_config.parallel_config.decode_context_parallel_size > 1
     for layer in vllm_config.compilation_config.static_forward_context.values():
@@ -131,18 +132,6 @@ def _reserves_workspace_in_capture(vllm_config: Any) -> str | None:
             if kind.__name__ != "FlashAttentionImpl" or decode_context_parallel:
                 return f"{kind.__name__} reserves workspace in the passes of the capture"
     return None
-
-
-def _warms_up_before_capture(worker: type) -> bool:
-    """Whether this release's worker warms its kernels up before it captures."""
-    method: Any = getattr(worker, "compile_or_warm_up_model", None)
-    names = getattr(getattr(method, "__wrapped__", method), "__code__", None)
-    order = names.co_names if names is not None else ()
-    return (
-        "warmup_kernels" in order
-        and "capture_model" in order
-        and order.index("warmup_kernels") < order.index("capture_model")
-    )
 
 
 _PASS_ON = "skip_attention"

@@ -1,0 +1,37 @@
+"""The benchmark prints every figure. How large they are is for a reader to judge, not for CI."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.bench import plugin_cost
+from tests.bench.plugin_cost import RELEASES
+from vllm_cgfix.fixes import CATALOGUE
+
+
+def test_every_figure_is_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["plugin_cost", "--repeat", "1"])
+    assert plugin_cost.main() == 0
+    printed = capsys.readouterr().out
+    for setting in ("unset", "=0"):
+        for what, figure in (
+            ("register()", r"[\d.]+ ms +[\d.]+ ms"),
+            ("modules added", r"\d+"),
+            ("of them vLLM's or torch's", "0"),
+        ):
+            assert re.search(
+                rf"off \(VLLM_CGFIX {setting}\): {re.escape(what)} +{figure} ", printed
+            )
+    for release in RELEASES:
+        for what in ("decision", "of it import of wrapt", "of it imports of vllm_cgfix"):
+            assert re.search(rf"on, {release}: {what} +[\d.]+ ms +[\d.]+ ms", printed)
+        needed = [fix for fix in CATALOGUE if release in fix.releases]
+        assert needed
+        for module in (module for fix in needed for module in fix.edits):
+            name = re.escape(module.removeprefix("vllm."))
+            row = rf"edit, {release}, [\d.]+ M objects: {name} +[\d.]+ ms +[\d.]+ ms"
+            assert len(re.findall(row, printed)) == 2  # as it is, and with a large heap

@@ -1,0 +1,85 @@
+"""Capture with poison behind the block table: what is read past its end shows itself.
+
+A dummy request of the capture is longer than ``max_model_len``: 512 tokens in 300 requests leave
+213 to the last, 14 blocks in a row of 4. What attention reads past the table is whatever memory
+lies there. Here the table stands at the start of a larger buffer of block numbers that no cache
+has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from typing import Any
+
+from . import engine
+from .captures import Captures
+
+MAX_MODEL_LEN = 64
+MAX_NUM_SEQS = 300
+LARGEST_SIZE = 512
+POISON = 0x7F7F7F7F
+BEHIND = 1 << 20
+"""Poisoned entries behind the table."""
+
+
+def poison(table: Any) -> Any:
+    """The same table, of zeros, at the start of a poisoned buffer."""
+    import torch
+
+    buffer = torch.full((table.numel() + BEHIND,), POISON, dtype=table.dtype, device=table.device)
+    moved = buffer[: table.numel()].view(table.shape)
+    moved.zero_()
+    return moved
+
+
+def poison_block_tables() -> None:
+    """Make every ``BlockTables`` of this process a poisoned one."""
+    from vllm.v1.worker.gpu.block_table import BlockTables
+
+    stock = BlockTables.__init__
+
+    @functools.wraps(stock)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        self.input_block_tables = [poison(table) for table in self.input_block_tables]
+        self.input_block_table_ptrs = self._make_ptr_tensor(self.input_block_tables)
+
+    BlockTables.__init__ = __init__
+
+
+def drive(arguments: argparse.Namespace, report: engine.Report) -> None:
+    engine.prepare(report, shared_gpu=arguments.shared_gpu)
+    captures = Captures(count_calls=True)
+    poison_block_tables()
+    try:
+        with report.phase("start"):
+            llm = engine.make_llm(
+                "qwen3",
+                attention_backend="FLASH_ATTN",
+                compilation_config={"max_cudagraph_capture_size": LARGEST_SIZE},
+                kv_cache_memory_bytes=2 << 30,
+                max_model_len=MAX_MODEL_LEN,
+                max_num_batched_tokens=2048,
+                max_num_seqs=MAX_NUM_SEQS,
+            )
+    finally:
+        report.put("plugin", engine.plugin_state())
+        report.put("captures", captures.summary())
+    sizes = engine.core(llm).vllm_config.compilation_config.cudagraph_capture_sizes
+    report.put("capture_sizes", sorted(sizes))
+    report.put("runner", type(engine.runner(llm)).__module__)
+    with report.phase("serve"):
+        one = engine.generate(llm, [engine.prompt(1, 20)], 8)
+        many = engine.generate(llm, [engine.prompt(i, 20) for i in range(MAX_NUM_SEQS)], 8)
+    report.put("served", [len(one), len(many)])
+    done = captures.sizes.get("PIECEWISE", [])
+    report.put("summary", f"{len(done)} PIECEWISE sizes captured, served 1 and {MAX_NUM_SEQS}")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    del parser
+
+
+if __name__ == "__main__":
+    engine.run_driver(__doc__, add_arguments, drive)

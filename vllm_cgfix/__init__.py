@@ -55,7 +55,8 @@ def status() -> list[FixStatus]:
 def undo(fix: str | None = None) -> None:
     """Put vLLM's own code back in this process, for one fix id or for all.
 
-    A fix undone stays off until :func:`register` decides anew in another process.
+    The next call of :func:`register` decides anew, and applies it again where it is asked for.
+    Does nothing where the plugin was never switched on.
 
     Raises:
         KeyError: there is no fix of that id.

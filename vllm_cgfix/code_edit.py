@@ -15,20 +15,24 @@ whatever may be there.
   with or without one.
 * everything else must be the same code, formatting and comments aside.
 
-A pattern must match exactly once in the function, otherwise the edit is refused.
+A pattern must match exactly once in the function, and so must each of its statements: otherwise
+the edit is refused.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
 import contextlib
 import copy
 import dataclasses
 import hashlib
+import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -125,7 +129,39 @@ def _all_statements(root: ast.AST, pattern: str) -> list[tuple[list[ast.stmt], i
 
 
 def _find_statements(root: ast.AST, pattern: str) -> tuple[list[ast.stmt], int, int]:
-    return _only(_all_statements(root, pattern), pattern)
+    place = _only(_all_statements(root, pattern), pattern)
+    for statement in _statements(pattern):
+        # A copy of one of them elsewhere would run as well, and unedited.
+        _only([s for block in _blocks(root) for s in block if matches(statement, s)], pattern)
+    return place
+
+
+def _in_order(node: ast.AST) -> Iterator[ast.AST]:
+    """A node and all below it, outer ones first, in the order of the source."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        yield from _in_order(child)
+
+
+def _bound(nodes: Iterable[ast.AST]) -> set[str]:
+    """The names to which nodes, less their children, give a value or another scope."""
+    names: set[str | None] = set()
+    for node in nodes:
+        if isinstance(node, ast.Name):
+            names.add(None if isinstance(node.ctx, ast.Load) else node.id)
+        elif isinstance(node, ast.alias):
+            names.add((node.asname or node.name).split(".")[0])
+        elif isinstance(node, ast.arg):
+            names.add(node.arg)
+        elif isinstance(node, (ast.Global, ast.Nonlocal)):
+            names.update(node.names)
+        else:  # definitions, exception handlers and the patterns of a match statement
+            names |= {getattr(node, "name", None), getattr(node, "rest", None)}
+    return {name for name in names if name is not None}
+
+
+def _read(nodes: Iterable[ast.AST]) -> set[str]:
+    return {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
 
 
 def _placed_at(source: str, place: ast.stmt) -> list[ast.stmt]:
@@ -153,20 +189,38 @@ class Step(Protocol):
 
 @dataclass(frozen=True)
 class Move:
-    """Move the statements of one pattern to just before those of another."""
+    """Move the statements of one pattern up, to just before those of another.
+
+    They may leave ``with`` blocks, but no others, and enter none: out of an ``if`` or a loop
+    they would not run as often as before. What they read must have its value there already.
+    """
 
     statements: str
     before: str
 
     def apply(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         block, start, stop = _find_statements(function, self.statements)
+        target, at, _ = _find_statements(function, self.before)
         moved = block[start:stop]
-        _find_statements(function, self.before)
+        short = " ".join(self.before.split())
+        if not any(_holds(statement, moved[0]) for statement in target[at:]):
+            raise EditRefused(f"there is no way by `with` blocks alone up to `{short}`")
+        below = (node for statement in target[at:] for node in _in_order(statement))
+        passed = itertools.takewhile(lambda node: node is not moved[0], below)
+        late = _bound(passed) & _read(node for s in moved for node in ast.walk(s))
+        if late:
+            raise EditRefused(f"`{min(late)}` does not have its value yet at `{short}`")
         del block[start:stop]
         if not block:
             raise EditRefused(f"nothing would be left around `{self.statements}`")
-        target, at, _ = _find_statements(function, self.before)
         target[at:at] = moved
+
+
+def _holds(statement: ast.stmt, inner: ast.stmt) -> bool:
+    """Whether a statement is ``inner``, or has it in its ``with`` block or one within that."""
+    return statement is inner or (
+        isinstance(statement, ast.With) and any(_holds(child, inner) for child in statement.body)
+    )
 
 
 @dataclass(frozen=True)
@@ -221,6 +275,9 @@ class Rename:
 
     def apply(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         block, start, _ = _find_statements(function, self.start)
+        set_here = _bound(node for s in block[start:] for node in ast.walk(s)) & {*self.names}
+        if set_here:
+            raise EditRefused(f"`{min(set_here)}` is assigned where it was only read")
         block[start:] = [_Renamer(self.names).visit(statement) for statement in block[start:]]
 
 
@@ -231,8 +288,6 @@ class _Renamer(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.expr:
         if node.id not in self.names:
             return node
-        if not isinstance(node.ctx, ast.Load):
-            raise EditRefused(f"`{node.id}` is assigned where it was only read")
         new = _expression(self.names[node.id])
         for part in ast.walk(new):
             ast.copy_location(part, node)
@@ -352,19 +407,41 @@ class EditFunction:
             EditRefused: the function is not there exactly once, or a step is refused.
         """
         function = find_function(tree, self.qualname)
-        for step in self.steps:
-            try:
+        before = _free_names(function)
+        try:
+            for step in self.steps:
                 step.apply(function)
-            except EditRefused as reason:
-                raise EditRefused(f"structure differs in {self.qualname}: {reason}") from None
-        if self.imports:
-            at = 0 if ast.get_docstring(function, clean=False) is None else 1
-            function.body[at:at] = _placed_at(self.imports, function.body[at])
+            if self.imports:
+                at = 0 if ast.get_docstring(function, clean=False) is None else 1
+                function.body[at:at] = _placed_at(self.imports, function.body[at])
+            # What new code reads must be there: a variable's name is part of the structure.
+            new = _free_names(function) - before
+            unknown = new and new - {*dir(builtins)} - _bound(_module_level(tree))
+            if unknown:
+                raise EditRefused(f"there is no `{min(unknown)}`")
+        except EditRefused as reason:
+            raise EditRefused(f"structure differs in {self.qualname}: {reason}") from None
 
     @property
     def added_defaults(self) -> tuple[object, ...]:
         """The defaults of the parameters that the steps add."""
         return tuple(step.default for step in self.steps if isinstance(step, AddParameter))
+
+
+def _free_names(function: ast.AST) -> set[str]:
+    """The names that a function reads and never binds."""
+    nodes = list(ast.walk(function))
+    return _read(nodes) - _bound(nodes)
+
+
+def _module_level(tree: ast.Module) -> Iterator[ast.AST]:
+    """The nodes of a file that are not within a function or class."""
+    pending: list[ast.AST] = [*tree.body]
+    while pending:
+        node = pending.pop()
+        yield node
+        if not isinstance(node, (*_FunctionNode, ast.ClassDef)):
+            pending.extend(ast.iter_child_nodes(node))
 
 
 @dataclass(frozen=True)
@@ -418,7 +495,7 @@ def resolve(edits: Sequence[Edit], tree: ast.Module) -> list[EditFunction | AddF
             continue
         possible, reasons = [], []
         for alternative in edit.alternatives:
-            trial = copy.deepcopy(_only_definitions(tree, alternative))
+            trial = _copy_for_trial(tree, alternative)
             try:
                 for part in alternative:
                     part.apply(trial)
@@ -445,10 +522,12 @@ def function_names(edits: Sequence[Edit]) -> list[str]:
     return names
 
 
-def _only_definitions(tree: ast.Module, edits: Sequence[EditFunction | AddField]) -> ast.Module:
-    """The top-level definitions that edits touch: copying a whole file's tree takes long."""
+def _copy_for_trial(tree: ast.Module, edits: Sequence[EditFunction | AddField]) -> ast.Module:
+    """A tree of which only what the edits touch is a copy: copying a whole file takes long."""
     names = {edit.qualname.split(".")[0] for edit in edits}
-    body = [node for node in tree.body if getattr(node, "name", None) in names]
+    body = [
+        copy.deepcopy(node) if getattr(node, "name", None) in names else node for node in tree.body
+    ]
     return ast.Module(body, type_ignores=[])
 
 
@@ -596,7 +675,13 @@ class _LiveFunction:
         return code, added
 
     def install(self, content: tuple[CodeType, tuple[object, ...]] | None) -> None:
-        """Put new content into the function, or its stock content back (None)."""
+        """Put new content into the function, or its stock content back (None).
+
+        Code that somebody else has put there since is left alone.
+        """
+        if self.function.__code__ is not (self.edited or self.stock):
+            self.edited = None
+            return
         code, added = content or (self.stock, ())
         defaults = (*(self.stock_defaults or ()), *added) if added else self.stock_defaults
         # Defaults must never outnumber the parameters, not even for the time between the two.
@@ -632,9 +717,7 @@ class _LiveDataclass:
         self._undo: dict[str, object] = {}
 
     @classmethod
-    def check(
-        cls, module: ModuleType, qualname: str, tree: ast.Module, stock_file: CodeType
-    ) -> _LiveDataclass:
+    def check(cls, module: ModuleType, qualname: str, tree: ast.Module) -> _LiveDataclass:
         """Take the class that has this name now.
 
         Raises:
@@ -747,6 +830,7 @@ class SourceEditor:
         self._source = source
         self._targets: dict[str, _LiveFunction | _LiveDataclass] = {}
         self._active: dict[str, list[str]] = {}
+        self._content: dict[str, Any] = {}
 
     @property
     def active(self) -> tuple[str, ...]:
@@ -763,9 +847,18 @@ class SourceEditor:
             EditRefused: nothing has changed.
         """
         active, content = self._edited(edits) if edits else ({}, {})
-        for qualname, target in self._targets.items():
-            target.install(content.get(qualname))
+        before, self._content = self._content, content
+        try:
+            self._install()
+        except BaseException:
+            self._content = before
+            self._install()
+            raise
         self._active = active
+
+    def _install(self) -> None:
+        for qualname, target in self._targets.items():
+            target.install(self._content.get(qualname))
 
     def _edited(
         self, edits: Mapping[str, Sequence[Edit]]
@@ -773,14 +866,14 @@ class SourceEditor:
         """The names that each fix edits, and the new content of each name."""
         # Parsed anew each time: a tree is of use once, and larger than its source by far.
         tree = ast.parse(self._source, self.filename)
-        stock_file = _compile(tree, self.filename)
+        compile_stock = cache(lambda: _compile(tree, self.filename))
         targets: dict[str, _LiveFunction | _LiveDataclass] = {}
         active: dict[str, list[str]] = {}
         made: list[EditFunction | AddField] = []
         for fix_id, fix_edits in edits.items():
             for edit in resolve(fix_edits, tree):
                 if edit.qualname not in targets:
-                    targets[edit.qualname] = self._target(edit, tree, stock_file)
+                    targets[edit.qualname] = self._target(edit, tree, compile_stock)
                 active.setdefault(fix_id, []).append(edit.qualname)
                 made.append(edit)
         for edit in made:
@@ -793,14 +886,15 @@ class SourceEditor:
         return active, content
 
     def _target(
-        self, edit: EditFunction | AddField, tree: ast.Module, stock_file: CodeType
+        self, edit: EditFunction | AddField, tree: ast.Module, compile_stock: Callable[[], CodeType]
     ) -> _LiveFunction | _LiveDataclass:
         known = self._targets.get(edit.qualname)
         if known is not None and known.is_current(self.module):
             return known
         # Not seen before, or replaced since, by a reload for one.
-        kind = _LiveDataclass if isinstance(edit, AddField) else _LiveFunction
-        return kind.check(self.module, edit.qualname, tree, stock_file)
+        if isinstance(edit, AddField):
+            return _LiveDataclass.check(self.module, edit.qualname, tree)
+        return _LiveFunction.check(self.module, edit.qualname, tree, compile_stock())
 
     def is_live(self, fix_id: str) -> bool:
         """Whether the module still is as the edits of a fix have made it."""

@@ -125,22 +125,70 @@ def test_insert_before_and_after():
 
 
 def test_wrap_several_statements():
-    text = edited_text("def f():\n a = 1\n b = 2\n c = 3\n", Wrap("a = 1\nb = 2", context="ctx()"))
-    assert text == "def f():\n    with ctx():\n        a = 1\n        b = 2\n    c = 3"
+    text = edited_text(
+        "def f(ctx):\n a = 1\n b = 2\n c = 3\n", Wrap("a = 1\nb = 2", context="ctx()")
+    )
+    assert text == "def f(ctx):\n    with ctx():\n        a = 1\n        b = 2\n    c = 3"
 
 
 def test_rename_from_a_statement_to_the_end_of_its_block():
     text = edited_text(
-        "def f(n):\n g(n)\n if n:\n  h(n)\n  n.n(n=n)\n return n\n",
+        "def f(n, batch):\n g(n)\n if n:\n  h(n)\n  n.n(n=n)\n return n\n",
         Rename(start="h(n)", names={"n": "batch.n"}),
     )
     expected = "if n:\n        h(batch.n)\n        batch.n.n(n=batch.n)\n    return n"
     assert expected in text
 
 
-def test_rename_of_a_name_that_is_assigned_is_refused():
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "n = 1",
+        "n += 1",
+        "del n",
+        "for n in (): pass",
+        "h(lambda n: n)",
+        "import math as n",
+        "import n.math",
+        "def n(): pass",
+        "class n: pass",
+        "try: pass\n except E as n: pass",
+        "match m:\n  case n: pass",
+        "match m:\n  case {**n}: pass",
+    ],
+)
+def test_rename_of_a_name_that_is_assigned_is_refused(statement):
+    source = f"def f(n, batch):\n g(n)\n {statement}\n"
     with pytest.raises(EditRefused, match="`n` is assigned"):
-        edited_text("def f(n):\n g(n)\n n = 1\n", Rename(start="g(n)", names={"n": "batch.n"}))
+        edited_text(source, Rename(start="g(n)", names={"n": "batch.n"}))
+
+
+def test_a_copy_of_one_statement_of_a_pattern_is_refused():
+    source = "def f():\n a = 1\n a = 1\n b = 2\n"
+    with pytest.raises(EditRefused, match="found 2"):
+        edited_text(source, Insert("c = 3", after="a = 1\nb = 2"))
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("a = 1\n if a:\n  b = 2\n  c = 3", "no way by `with` blocks alone"),
+        ("if c:\n  a = 1\n b = 2", "no way by `with` blocks alone"),
+        ("b = 2\n a = 1", "no way by `with` blocks alone"),
+        ("a = 1\n n = 3\n b = n", "`n` does not have its value yet"),
+        ("a = 1\n with c as n:\n  b = n\n  c = 3", "`n` does not have its value yet"),
+    ],
+)
+def test_a_move_that_could_change_what_the_statements_do_is_refused(body, message):
+    with pytest.raises(EditRefused, match=message):
+        edited_text(f"def f(c, n):\n {body}\n", Move("b = ...", before="a = 1"))
+
+
+def test_new_code_that_reads_an_unknown_name_is_refused():
+    source = "import os\ndef f(n):\n a = 1\n"
+    with pytest.raises(EditRefused, match="there is no `m`"):
+        edited_text(source, Insert("b = m", after="a = 1"))
+    assert "len(os.name) + n" in edited_text(source, Insert("b = len(os.name) + n", after="a = 1"))
 
 
 @pytest.mark.parametrize("body", ["b = 1", "a = 1\n a = 1", "if c:\n  a = 1\n a = 1"])

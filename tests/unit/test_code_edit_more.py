@@ -60,21 +60,21 @@ def relay(value):
 
 def test_replace_within_a_statement():
     text = edited_text(
-        "def f():\n a = g(1)\n return a, b\n",
+        "def f(b, skip):\n a = g(1)\n return a, b\n",
         Replace("a", by="None if skip else ...", within="return a, b"),
     )
     assert text.endswith("return (None if skip else a, b)")
 
 
 def test_replace_anywhere_and_ambiguous():
-    text = edited_text("def f():\n x = g(1) + 2\n", Replace("g(...)", by="h()"))
+    text = edited_text("def f(h):\n x = g(1) + 2\n", Replace("g(...)", by="h()"))
     assert text.endswith("x = h() + 2")
     with pytest.raises(EditRefused, match=r"one place like `g\(...\)`, found 2"):
         edited_text("def f():\n x = g(1) + g(2)\n", Replace("g(...)", by="h()"))
 
 
 def test_add_keyword():
-    source = "def f():\n return g(1, k=2)\n"
+    source = "def f(a, b):\n return g(1, k=2)\n"
     assert edited_text(source, AddKeyword("g(...)", "skip", "a or b")).endswith(
         "g(1, k=2, skip=a or b)"
     )
@@ -95,7 +95,7 @@ def test_add_parameter_refuses_what_it_would_not_come_last_in(parameters):
 def test_wrap_every_place_or_none():
     source = textwrap.dedent(
         """
-        def f():
+        def f(s):
             g(1)
             g(2)
             if a:

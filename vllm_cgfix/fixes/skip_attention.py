@@ -45,7 +45,7 @@ def capture_scope(manager: Any, cg_mode: Any) -> AbstractContextManager[None]:
     """The scope of one forward pass that a capture makes for a descriptor.
 
     Contexts that are made inside inherit ``skip_attention`` from the active one, so the scope is
-    a forward context with nothing but that flag. It is per descriptor: a capture inside a capture
+    a forward context too, one without metadata. It is per descriptor: a capture inside a capture
     has its own, and the outer one's comes back after it.
 
     Args:
@@ -63,12 +63,7 @@ def capture_scope(manager: Any, cg_mode: Any) -> AbstractContextManager[None]:
     if skip is (active is not None and active.skip_attention):
         return contextlib.nullcontext()
     if active is None:
-        required = (
-            field.name
-            for field in dataclasses.fields(module.ForwardContext)
-            if field.default is field.default_factory is dataclasses.MISSING
-        )
-        active = module.ForwardContext(**dict.fromkeys(required))
+        active = module.create_forward_context(None, manager.vllm_config)
     scope: AbstractContextManager[None] = module.override_forward_context(
         dataclasses.replace(active, skip_attention=skip)
     )

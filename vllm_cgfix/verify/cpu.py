@@ -35,7 +35,7 @@ CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 64)
 KV_CACHE_BYTES = 1 << 26
 
 # The smallest model that every release accepts: the CPU attention refuses heads below 64.
-LLAMA = {
+LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_size": 64,

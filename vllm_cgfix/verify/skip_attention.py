@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib
 import inspect
 import os
 import sys
@@ -88,6 +89,8 @@ def reproduce(*, breakable: bool = False) -> dict[str, Any]:
     if not has_module("vllm.v1.worker.gpu"):
         return _outcome(explanation="this release has no V2 model runner")
     with cpu.single_process_group(config):
+        # A process that captures has imported its worker.
+        importlib.import_module("vllm.v1.worker.gpu_worker")
         capture = prepare(config)
         capture.run()
         piecewise = any(p.mode == "PIECEWISE" for p in capture.recorder.passes)

@@ -1,4 +1,4 @@
-"""The closing word on the releases: how many of them are proved."""
+"""The closing word on the releases: how many of them are proved, and vLLM's own tests."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ from collections import defaultdict
 def pytest_terminal_summary(terminalreporter) -> None:
     """Count the releases all of whose rows were tested and passed."""
     proved: dict[str, bool] = defaultdict(lambda: True)
+    lines = []
     for outcome in ("passed", "failed", "error"):
         for report in terminalreporter.getreports(outcome):
-            for name, row in getattr(report, "user_properties", ()):
+            for name, value in getattr(report, "user_properties", ()):
                 if name == "row":
-                    proved[row.split()[0]] &= outcome == "passed"
+                    proved[value.split()[0]] &= outcome == "passed"
+                elif name == "upstream":
+                    lines.append(value)
     if proved:
+        lines.append(f"{sum(proved.values())} of {len(proved)} releases proved")
+    if lines:
         terminalreporter.write_sep("-", "stock sources of vLLM")
-        terminalreporter.write_line(f"{sum(proved.values())} of {len(proved)} releases proved")
+        for line in lines:
+            terminalreporter.write_line(line)

@@ -12,6 +12,7 @@ import dataclasses
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -84,10 +85,17 @@ class Result:
         """Whether it came to its own end."""
         return self.status == "ok"
 
+    def summary(self) -> str:
+        """What it reported in one line: its result, or how far it came."""
+        for key in ("hang", "error", "summary"):
+            if key in self.report:
+                return str(self.report[key])
+        last = self.tail.strip().rpartition("\n")[2]
+        return f"in phase {self.report['phase']!r}: {last}" if "phase" in self.report else last
+
     def why(self) -> str:
         """One line on what went wrong."""
-        error = self.report.get("error") or self.tail.strip().rpartition("\n")[2]
-        return f"{self.name}: {self.status} after {self.seconds:.0f} s: {error}"
+        return f"{self.name}: {self.status} after {self.seconds:.0f} s: {self.summary()}"
 
 
 def environment(child: Child, cache: Path, index: int) -> dict[str, str]:
@@ -157,7 +165,10 @@ class Children:
         if time.monotonic() - self.started > self.deadline:
             result = Result(child.name, "not run", tail="the time for starting children was over")
         else:
-            result = run(child, self.folder / child.name, index, shared=self.jobs > 1)
+            folder = self.folder / child.name
+            result = run(child, folder, index, shared=self.jobs > 1)
+            # Compiled graphs of one child are of no use to another.
+            shutil.rmtree(folder / "cache", ignore_errors=True)
         self._keep(result)
         return result
 
@@ -241,10 +252,6 @@ def table(results: Mapping[str, Result]) -> str:
     width = max((len(name) for name in results), default=4)
     lines = [f"{'child':{width}}  status   seconds  summary"]
     for name, result in results.items():
-        summary = result.report.get("summary") or result.report.get("error") or ""
-        if not result.ok and not summary:
-            summary = result.tail.strip().rpartition("\n")[2]
-        lines.append(
-            f"{name:{width}}  {result.status:7}  {result.seconds:7.1f}  {str(summary)[:300]}"
-        )
+        summary = result.summary()[:200].replace("\n", " ")
+        lines.append(f"{name:{width}}  {result.status:7}  {result.seconds:7.1f}  {summary}")
     return "\n".join(lines) + "\n"

@@ -14,6 +14,7 @@ Pair = tuple[Result, Result]
 WITH, WITHOUT = "PIECEWISE with metadata", "PIECEWISE without"
 FULL = "FULL with metadata"
 V2_RUNNER = "vllm.v1.worker.gpu.model_runner"
+may_not_start = pytest.mark.may_not_start
 GRAPH_MEMORY_SLACK = 32 << 20  # the caching allocator takes segments of 2 and 20 MiB
 
 
@@ -65,10 +66,15 @@ class TestPoisonedBlockTable:
 
 # --- 0.33.0: every kind of model --------------------------------------------------------------
 
+KINDS = [
+    kind if kind in ("qwen3", "llama") else pytest.param(kind, marks=may_not_start)
+    for kind in plan.KINDS
+]
+
 
 @pytest.mark.release(plan.V2)
 @pytest.mark.core
-@pytest.mark.parametrize("case", plan.KINDS)
+@pytest.mark.parametrize("case", KINDS)
 @pytest.mark.needs("kind/{case}/stock", "kind/{case}/plugin")
 class TestKinds:
     """Each kind of model that starts on stock with dummy weights."""
@@ -105,7 +111,7 @@ class TestKinds:
 
 @pytest.mark.release(plan.V2)
 @pytest.mark.core
-@pytest.mark.parametrize("case", plan.PROFILED)
+@pytest.mark.parametrize("case", KINDS[: len(plan.PROFILED)])
 @pytest.mark.needs("kind/{case}/stock", "kind/{case}/plugin")
 def test_the_kv_cache_is_not_smaller(pair: Pair) -> None:
     stock, plugin = (result.report["num_gpu_blocks"] for result in pair)
@@ -128,7 +134,11 @@ def check_first_requests(pair: Pair) -> None:
     assert kernels(plugin) - kernels(stock) == set()
 
 
-BACKENDS = [f"{mode}/{backend}" for backend in plan.BACKENDS for mode in plan.CUDAGRAPH_MODES]
+BACKENDS = [
+    pytest.param(f"{mode}/{backend}", marks=[may_not_start] if backend != "FLASH_ATTN" else [])
+    for backend in plan.BACKENDS
+    for mode in plan.CUDAGRAPH_MODES
+]
 
 
 @pytest.mark.parametrize("case", BACKENDS)
@@ -154,8 +164,9 @@ class TestFirstRequests:
 
 @pytest.mark.release(plan.V2)
 @pytest.mark.extra
+@pytest.mark.may_not_start
 @pytest.mark.parametrize("case", plan.CUDAGRAPH_MODES)
 @pytest.mark.needs("monitor/{case}/stock", "monitor/{case}/plugin")
 def test_the_jit_monitor_finds_no_error(pair: Pair) -> None:
-    """vLLM's own monitor, which fails a request that compiles a kernel."""
+    """vLLM's own monitor, which fails a request that compiles a kernel; stock's may as well."""
     check_first_requests(pair)

@@ -10,6 +10,7 @@ import argparse
 import datetime
 import json
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -150,6 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             name = f"bench-{machine.vllm_version()}"
             (out / f"{name}.json").write_text(json.dumps(results, indent=1))
             (out / f"{name}.txt").write_text(show(results) + "\n")
+    shutil.rmtree(folder / "caches", ignore_errors=True)
     print("\n".join(failed))
     if results:
         print(f"\n{show(results)}")

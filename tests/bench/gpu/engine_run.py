@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -75,6 +76,7 @@ def drive(arguments: argparse.Namespace, report: engine.Report) -> None:
             "qwen3",
             config=CONFIG | {"num_hidden_layers": arguments.layers},
             enable_prefix_caching=False,
+            folder=os.environ["VLLM_CACHE_ROOT"] + "-model",
             gpu_memory_utilization=0.4,
             max_num_batched_tokens=8192,
             max_num_seqs=256,

@@ -123,12 +123,13 @@ def make_llm(model: str, **settings: Any) -> Any:
 
     Args:
         model: a key of :data:`.models.MODELS`.
-        settings: arguments of ``vllm.LLM``; ``config`` changes the model's configuration.
+        settings: arguments of ``vllm.LLM``; ``config`` changes the model's configuration, and
+            ``folder`` is where it lies (its name is in the key of vLLM's compile cache).
     """
     from vllm import LLM
 
-    folder = Path(tempfile.mkdtemp(prefix="model-", dir=os.getcwd()))
-    path = models.write_model(model, folder, settings.pop("config", None))
+    folder = settings.pop("folder", None) or tempfile.mkdtemp(prefix="model-", dir=os.getcwd())
+    path = models.write_model(model, Path(folder), settings.pop("config", None))
     defaults = {
         "disable_log_stats": True,
         "dtype": "bfloat16",

@@ -49,7 +49,8 @@ class TestPoisonedBlockTable:
         stock, _ = results
         assert stock.status == "failed", stock.why()
         assert "illegal memory access" in stock.report.get("error", "") + stock.tail
-        assert stock.report.get("captures", {}).get("sizes", {}) == {}
+        assert stock.report["captures"]["interrupted"] == "PIECEWISE"
+        assert stock.report["captures"]["sizes"] == {}
 
     def test_the_plugin_captures_every_size_and_serves(self, results: list[Result]) -> None:
         _, plugin = results

@@ -128,10 +128,14 @@ def test_every_caller_is_known_and_safe(release):
 # --- what the skipped passes would do on the side ----------------------------------------------
 
 
-def config(**parts):
+def config(*, full=True, **parts):
     """A configuration in which nothing stands in the way of skipping."""
     made = {
-        "compilation_config": SimpleNamespace(splitting_ops=None, static_forward_context={}),
+        "compilation_config": SimpleNamespace(
+            splitting_ops=None,
+            static_forward_context={},
+            cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: full),
+        ),
         "parallel_config": SimpleNamespace(decode_context_parallel_size=1),
         "kernel_config": SimpleNamespace(enable_jit_warmup=True),
         "attention_config": SimpleNamespace(hisparse_config=None),
@@ -164,11 +168,23 @@ def test_an_operator_that_branches_inside_a_graph(parts, splitting_ops, reason):
     assert (found is None) if reason is None else (reason in found)
 
 
-def test_a_capture_that_is_the_only_warm_up():
+def test_a_start_without_jit_warm_up():
     assert skip_attention._warms_up_in_capture(config()) is None
     off = config(kernel_config=SimpleNamespace(enable_jit_warmup=False))
     assert "JIT warm-up is off" in skip_attention._warms_up_in_capture(off)
     assert skip_attention._warms_up_in_capture(config(kernel_config=SimpleNamespace())) is None
+
+
+@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize("name", ["FlashAttentionImpl", "FlashInferImpl", "TritonAttentionImpl"])
+def test_a_capture_without_full_graphs(monkeypatch, name, full):
+    some = config(full=full)
+    some.compilation_config.static_forward_context = layers(monkeypatch, (name, False))
+    found = skip_attention._warms_up_in_capture(some)
+    if full or name != "TritonAttentionImpl":
+        assert found is None
+    else:
+        assert name in found
 
 
 @pytest.mark.parametrize("release", FIX.releases)

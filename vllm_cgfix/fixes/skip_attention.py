@@ -98,12 +98,26 @@ def _needs_metadata_in_graph(vllm_config: Any) -> str | None:
     return None
 
 
+_COMPILED_AHEAD = ("FlashAttentionImpl", "FlashInferImpl")
+"""Attention whose kernels do not depend on the capture to be compiled, measured on an H200."""
+
+
 def _warms_up_in_capture(vllm_config: Any) -> str | None:
-    """From 0.31.0 the capture is the only warm-up of attention kernels without JIT warm-up."""
+    """Where nothing else does, the capture is what compiles attention kernels.
+
+    Without FULL graphs no other pass of the start-up has a decode batch: measured on 0.20.2 with
+    TRITON_ATTN, the first request would compile a kernel. And from 0.31.0 JIT warm-up can be off.
+    """
     kernel = getattr(vllm_config, "kernel_config", None)
-    if getattr(kernel, "enable_jit_warmup", True):
-        return None
-    return "JIT warm-up is off, so that the capture is what compiles the attention kernels"
+    if not getattr(kernel, "enable_jit_warmup", True):
+        return "JIT warm-up is off, so that the capture is what compiles the attention kernels"
+    compilation = vllm_config.compilation_config
+    if not compilation.cudagraph_mode.has_full_cudagraphs():
+        for layer in compilation.static_forward_context.values():
+            name = type(getattr(layer, "impl", None)).__name__
+            if hasattr(layer, "impl") and name not in _COMPILED_AHEAD:
+                return f"there are no FULL graphs, so that the capture compiles what {name} needs"
+    return None
 
 
 def _reserves_workspace_in_capture(vllm_config: Any) -> str | None:
@@ -132,6 +146,35 @@ def _reserves_workspace_in_capture(vllm_config: Any) -> str | None:
 _PASS_ON = "skip_attention"
 _INHERIT = "skip_attention or (_forward_context is not None and _forward_context.skip_attention)"
 _SCOPE = "from vllm_cgfix.fixes.skip_attention import capture_scope"
+
+# What is inserted before these is nothing: the number of passes alone would take the one for the
+# other where one is missing.
+_LOOP_0_18 = """\
+for desc in descs:
+    forward_fn = create_forward_fn(desc)
+    forward_fn(CUDAGraphMode.NONE)
+    logger.debug(...)
+    if desc.cg_mode == CUDAGraphMode.PIECEWISE:
+        forward_fn(CUDAGraphMode.PIECEWISE)
+    else: ...
+"""
+_LOOP_0_27 = """\
+for desc in descs:
+    forward_fn = create_forward_fn(desc, warmup=True)
+    forward_fn(CUDAGraphMode.NONE)
+    logger.debug(...)
+    if desc.cg_mode == CUDAGraphMode.PIECEWISE and not self.use_breakable_cg:
+        forward_fn(CUDAGraphMode.PIECEWISE)
+    else: ...
+"""
+_CALL_0_17 = "capture_fn(size, capture_cudagraph_mode, **capture_kwargs)"
+
+
+def _capture(loop: str, passes: int) -> tuple[EditFunction]:
+    wrap = Wrap("forward_fn(...)", context="capture_scope(self, desc.cg_mode)", times=(passes,))
+    steps = (Insert("", before=loop), wrap)
+    return (EditFunction("CudaGraphManager.capture", steps, imports=_SCOPE),)
+
 
 FIX = Fix(
     id=ID,
@@ -201,24 +244,14 @@ FIX = Fix(
         "vllm.v1.worker.gpu.cudagraph_utils": (
             OneOf(
                 (
-                    (
-                        EditFunction(
-                            "CudaGraphManager.capture",
-                            (
-                                Wrap(
-                                    "forward_fn(...)",
-                                    context="capture_scope(self, desc.cg_mode)",
-                                    times=(3, 4),
-                                ),
-                            ),
-                            imports=_SCOPE,
-                        ),
-                    ),
+                    _capture(_LOOP_0_18, passes=3),
+                    _capture(_LOOP_0_27, passes=4),
                     (
                         # 0.17: one function for the graphs of the model and of the speculator.
                         EditFunction(
                             "capture_graphs",
                             (
+                                Insert("", before=_CALL_0_17),
                                 Wrap(
                                     "capture_fn(...)",
                                     context=(

@@ -33,25 +33,29 @@ def poison(table: Any) -> Any:
     return moved
 
 
-def poison_block_tables() -> None:
-    """Make every ``BlockTables`` of this process a poisoned one."""
-    from vllm.v1.worker.gpu.block_table import BlockTables
+def poison_before_capture() -> None:
+    """Have the block tables of the V2 runner poisoned when its capture begins, and not before.
 
-    stock = BlockTables.__init__
+    Kernel warm-up runs dummy batches of its own, which are another fault's (`dummy-lengths`).
+    """
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    stock = GPUModelRunner.capture_model
 
     @functools.wraps(stock)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        stock(self, *args, **kwargs)
-        self.input_block_tables = [poison(table) for table in self.input_block_tables]
-        self.input_block_table_ptrs = self._make_ptr_tensor(self.input_block_tables)
+    def capture_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tables = self.block_tables
+        tables.input_block_tables = [poison(table) for table in tables.input_block_tables]
+        tables.input_block_table_ptrs = tables._make_ptr_tensor(tables.input_block_tables)
+        return stock(self, *args, **kwargs)
 
-    BlockTables.__init__ = __init__
+    GPUModelRunner.capture_model = capture_model
 
 
 def drive(arguments: argparse.Namespace, report: engine.Report) -> None:
     engine.prepare(report, shared_gpu=arguments.shared_gpu)
     captures = Captures(count_calls=True)
-    poison_block_tables()
+    poison_before_capture()
     try:
         with report.phase("start"):
             llm = engine.make_llm(

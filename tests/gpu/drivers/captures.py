@@ -104,4 +104,6 @@ class Captures:
             "seconds": self.seconds,
             "totals": self.totals,
             "bytes": self.bytes,
+            # The mode of the descriptor that was being captured when it all ended, if one was.
+            "interrupted": self._mode,
         }

@@ -49,8 +49,9 @@ class TestPoisonedBlockTable:
         stock, _ = results
         assert stock.status == "failed", stock.why()
         assert "illegal memory access" in stock.report.get("error", "") + stock.tail
-        assert stock.report["captures"]["interrupted"] == "PIECEWISE"
-        assert stock.report["captures"]["sizes"] == {}
+        # FlashAttention ends the process itself: there is only what was printed before.
+        last = [line for line in stock.tail.splitlines() if "Capturing CUDA graphs" in line][-1]
+        assert last.endswith("(PIECEWISE): begins")
 
     def test_the_plugin_captures_every_size_and_serves(self, results: list[Result]) -> None:
         _, plugin = results

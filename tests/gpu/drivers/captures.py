@@ -47,6 +47,8 @@ class Captures:
         import torch
 
         torch.cuda.synchronize()
+        # The last word of a process that a kernel's error ends on the spot.
+        print(f"{desc}: begins", flush=True)
         begin, mode = time.perf_counter(), "?"
         for descriptor in descriptors:
             self._mode = mode = descriptor.cg_mode.name
@@ -104,6 +106,4 @@ class Captures:
             "seconds": self.seconds,
             "totals": self.totals,
             "bytes": self.bytes,
-            # The mode of the descriptor that was being captured when it all ended, if one was.
-            "interrupted": self._mode,
         }

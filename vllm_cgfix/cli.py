@@ -92,7 +92,7 @@ def _status(arguments: argparse.Namespace) -> int:
         "vllm_cgfix": __version__,
         "vllm": installation.version,
         "directory": installation.directory,
-        "distributions": [vars(found) for found in installation.distributions()],
+        "distributions": [vars(found) for found in installation.distributions(table.files)],
         "setting": os.environ.get(settings.FIXES, ""),
         "fixes": [_as_json(status, status.fix.id in ids) for status in statuses],
     }
@@ -140,7 +140,11 @@ def _print_report(
     print(f"vLLM {report['vllm'] or '(unknown version)'} in {report['directory']}")
     for found in report["distributions"]:
         distribution = Distribution(**found)
-        print(f"  from {distribution.name} {distribution.version} ({distribution.kind})")
+        # One that an earlier folder of sys.path shadows; an editable one has no files here.
+        elsewhere = distribution.directory
+        if not os.path.isdir(elsewhere) or os.path.samefile(elsewhere, report["directory"]):
+            elsewhere = ""
+        print(f"  from {distribution}" + (f" in {elsewhere}" if elsewhere else ""))
     if len(report["distributions"]) > 1:
         print("  several distributions provide vllm: the files in the folder above are what counts")
     elif not report["distributions"]:

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import contextlib
 import copy
 import dataclasses
 import hashlib
@@ -95,44 +94,57 @@ def _expression(source: str) -> ast.expr:
     return ast.parse(source, mode="eval").body
 
 
+_HAVE_STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
+
+
 def _blocks(root: ast.AST) -> Iterator[list[ast.stmt]]:
     """Every list of statements at any depth below ``root``."""
-    for node in ast.walk(root):
-        for _, value in ast.iter_fields(node):
-            if isinstance(value, list) and value and isinstance(value[0], ast.stmt):
-                yield value
+    pending = [root]
+    while pending:
+        for _, value in ast.iter_fields(pending.pop()):
+            # No expression has statements in it, and most of a tree is expressions.
+            if isinstance(value, list) and value and isinstance(value[0], _HAVE_STATEMENTS):
+                pending += value
+                if isinstance(value[0], ast.stmt):
+                    yield value
 
 
 _T = TypeVar("_T")
 
 
-def _unexpected(pattern: str, found: int, expected: tuple[int, ...]) -> EditRefused:
-    places = "one place" if expected == (1,) else f"{' or '.join(map(str, expected))} places"
+def _unexpected(pattern: str, found: int, expected: int) -> EditRefused:
+    places = "one place" if expected == 1 else f"{expected} places"
     return EditRefused(f"expected {places} like `{' '.join(pattern.split())}`, found {found}")
 
 
 def _only(found: Sequence[_T], pattern: str) -> _T:
     if len(found) != 1:
-        raise _unexpected(pattern, len(found), (1,))
+        raise _unexpected(pattern, len(found), 1)
     return found[0]
 
 
-def _all_statements(root: ast.AST, pattern: str) -> list[tuple[list[ast.stmt], int, int]]:
+_Place = tuple[list[ast.stmt], int, int]
+"""A block, and where in it statements begin and end."""
+
+
+def _all_statements(roots: Iterable[ast.AST], pattern: str) -> list[_Place]:
     """Every block that holds the statements of a pattern in a row, and their range in it."""
     wanted = _statements(pattern)
     return [
         (block, start, start + len(wanted))
+        for root in roots
         for block in _blocks(root)
         for start in range(len(block) - len(wanted) + 1)
         if matches(wanted, block[start : start + len(wanted)])
     ]
 
 
-def _find_statements(root: ast.AST, pattern: str) -> tuple[list[ast.stmt], int, int]:
-    place = _only(_all_statements(root, pattern), pattern)
-    for statement in _statements(pattern):
+def _find_statements(root: ast.AST, pattern: str) -> _Place:
+    place = _only(_all_statements([root], pattern), pattern)
+    everywhere = [statement for block in _blocks(root) for statement in block]
+    for wanted in _statements(pattern):
         # A copy of one of them elsewhere would run as well, and unedited.
-        _only([s for block in _blocks(root) for s in block if matches(statement, s)], pattern)
+        _only([statement for statement in everywhere if matches(wanted, statement)], pattern)
     return place
 
 
@@ -243,17 +255,23 @@ class Insert:
 class Wrap:
     """Put the statements of a pattern inside ``with CONTEXT:``.
 
-    ``times`` lists the numbers of places that are as expected; each of them is wrapped.
+    There must be as many of them as ``times`` says, each of which is wrapped. Where ``within`` is
+    given, they must all be below the statements of that pattern.
     """
 
     statements: str
     context: str
-    times: tuple[int, ...] = (1,)
+    times: int = 1
+    within: str | None = None
 
     def apply(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        found = _all_statements(function, self.statements)
-        if len(found) not in self.times:
-            raise _unexpected(self.statements, len(found), self.times)
+        found = everywhere = _all_statements([function], self.statements)
+        if self.within is not None:
+            block, start, stop = _find_statements(function, self.within)
+            found = _all_statements(block[start:stop], self.statements)
+        for places in (everywhere, found):
+            if len(places) != self.times:
+                raise _unexpected(self.statements, len(places), self.times)
         # From the last to the first: wrapping moves what comes after in the same block.
         for block, start, stop in reversed(found):
             (wrapper,) = _placed_at(f"with {self.context}: pass", block[start])
@@ -382,10 +400,17 @@ class AddParameter:
         parameters = function.args
         if parameters.vararg or parameters.kwonlyargs or parameters.kwarg:
             raise EditRefused("there are parameters behind the last positional one")
-        if any(old.arg == self.name for old in (*parameters.posonlyargs, *parameters.args)):
-            raise EditRefused(f"there is a parameter {self.name} already")
+        _refuse_taken({self.name}, function)
         parameters.args.append(ast.copy_location(ast.arg(self.name), function))
         parameters.defaults.append(ast.copy_location(ast.Constant(self.default), function))
+
+
+def _refuse_taken(names: Iterable[str], function: ast.AST) -> None:
+    """Refuse names of our own that a function uses, for something else or for the same."""
+    nodes = list(ast.walk(function))
+    taken = (_bound(nodes) | _read(nodes)) & {*names}
+    if taken:
+        raise EditRefused(f"it uses the name `{min(taken)}` already")
 
 
 @dataclass(frozen=True)
@@ -408,10 +433,12 @@ class EditFunction:
         """
         function = find_function(tree, self.qualname)
         before = _free_names(function)
+        imports = _statements(self.imports)
         try:
+            _refuse_taken(_bound(n for s in imports for n in ast.walk(s)), function)
             for step in self.steps:
                 step.apply(function)
-            if self.imports:
+            if imports:
                 at = 0 if ast.get_docstring(function, clean=False) is None else 1
                 function.body[at:at] = _placed_at(self.imports, function.body[at])
             # What new code reads must be there: a variable's name is part of the structure.
@@ -461,7 +488,7 @@ class AddField:
         """
         definition = _find_definition(tree, self.qualname, (ast.ClassDef,), "class")
         assert isinstance(definition, ast.ClassDef)
-        if self.name in field_names(definition):
+        if self.name in _bound(ast.walk(definition)):
             raise EditRefused(f"structure differs in {self.qualname}: it has {self.name} already")
         definition.body += _placed_at(
             f"{self.name}: {self.type.__name__} = {self.default!r}", definition.body[-1]
@@ -708,6 +735,11 @@ class _LiveDataclass:
     # What dataclass() makes out of the fields: a second run keeps what is there already.
     _GENERATED = ("__init__", "__repr__", "__eq__", "__match_args__", "__replace__")
     _RECORDS = ("__doc__", "__dataclass_fields__", "__dataclass_params__")
+    # What a copy of the class must not have from it.
+    _OF_THE_CLASS = (
+        *("__dict__", "__weakref__", "__annotations__"),
+        *("__annotate__", "__annotate_func__", "__annotations_cache__"),
+    )
     foreign_wrappers: ClassVar[list[str]] = []
 
     def __init__(self, qualname: str, owner: type):
@@ -715,6 +747,7 @@ class _LiveDataclass:
         self.owner = owner
         self.edited = False
         self._undo: dict[str, object] = {}
+        self._left = self._generated()
 
     @classmethod
     def check(cls, module: ModuleType, qualname: str, tree: ast.Module) -> _LiveDataclass:
@@ -728,12 +761,21 @@ class _LiveDataclass:
         assert isinstance(definition, ast.ClassDef)
         if not isinstance(owner, type) or "__dataclass_fields__" not in vars(owner):
             raise EditRefused(f"{qualname} is {_describe(owner)}, not a dataclass")
-        parameters: Any = vars(owner)["__dataclass_params__"]
-        if parameters.frozen or parameters.order or "__slots__" in vars(owner):
+        decorators = [ast.unparse(decorator) for decorator in definition.decorator_list]
+        own = _bound(ast.walk(definition)) & {*cls._GENERATED, "__slots__"}
+        if decorators != ["dataclass"] or own or owner.__bases__ != (object,):
             raise EditRefused(f"{qualname} is not a plain dataclass")
+        if not all(cls._is_generated(vars(owner)[name]) for name in ("__init__", "__eq__")):
+            raise EditRefused(f"the constructor or comparison of {qualname} has been replaced")
         if [field.name for field in dataclasses.fields(owner)] != field_names(definition):
             raise EditRefused(f"the running {qualname} has not the fields of its source")
         return cls(qualname, owner)
+
+    @staticmethod
+    def _is_generated(method: object) -> bool:
+        """Whether dataclass() has made a method: from text of its own, not from a file."""
+        code = getattr(method, "__code__", None)
+        return isinstance(code, CodeType) and code.co_filename == "<string>"
 
     def new_content(
         self, edits: Sequence[EditFunction | AddField], edited_file: CodeType
@@ -744,42 +786,52 @@ class _LiveDataclass:
         ]
 
     def install(self, added: list[AddField] | None) -> None:
-        """Give the class these fields beyond its own, or none (None)."""
+        """Give the class these fields beyond its own, or none (None).
+
+        Methods that somebody else has put there since are left alone, and so is all the rest.
+        """
+        if self._left != self._generated():
+            self.edited = False
+            return
         self._restore()
         if not added:
             return
-        owner: Any = self.owner
-        entries = vars(owner)
-        old_fields: dict[str, dataclasses.Field[Any]] = entries["__dataclass_fields__"]
-        names = [*self._GENERATED, *self._RECORDS, *(edit.name for edit in added)]
-        factories = {
-            name: field
-            for name, field in old_fields.items()
-            if field.default_factory is not dataclasses.MISSING
-        }
-        self._undo = {name: entries.get(name, _MISSING) for name in (*names, *factories)}
+        made = self._with_fields(added)
+        self._undo = {name: vars(self.owner).get(name, _MISSING) for name in made}
         # Asked of the class: from Python 3.14 they are not among its entries.
-        self._undo["__annotations__"] = owner.__annotations__
+        self._undo["__annotations__"] = self.owner.__annotations__
         try:
-            # dataclass() takes a factory from the class attribute, which its first run removed.
-            for name, field in factories.items():
-                setattr(owner, name, copy.copy(field))
-            for name in self._GENERATED:
-                if name in entries:
-                    delattr(owner, name)
-            if (owner.__doc__ or "").startswith(f"{owner.__name__}("):
-                owner.__doc__ = None  # generated as well: the signature
-            annotations = dict(owner.__annotations__)
-            for edit in added:
-                annotations[edit.name] = edit.type
-                setattr(owner, edit.name, edit.default)
-            owner.__annotations__ = annotations
-            old: Any = self._undo["__dataclass_params__"]
-            dataclasses.dataclass(init=old.init, repr=old.repr, eq=old.eq)(owner)
+            # One by one: other threads may be making instances at this moment.
+            for name, value in made.items():
+                setattr(self.owner, name, value)
         except BaseException:
             self._restore()
             raise
         self.edited = True
+        self._left = self._generated()
+
+    def _with_fields(self, added: list[AddField]) -> dict[str, object]:
+        """The entries that the class has with more fields: those of a copy made by dataclass()."""
+        owner: Any = self.owner
+        left_out = {*self._GENERATED, *self._RECORDS, *self._OF_THE_CLASS}
+        body = {name: value for name, value in vars(owner).items() if name not in left_out}
+        if not (owner.__doc__ or "").startswith(f"{owner.__name__}("):
+            body["__doc__"] = owner.__doc__  # else generated as well: the signature
+        # dataclass() takes a field's options from the class attribute, where its first run left
+        # no more than the default.
+        fields = vars(owner)["__dataclass_fields__"]
+        body |= {name: copy.copy(field) for name, field in fields.items()}
+        body |= {edit.name: edit.default for edit in added}
+        new_annotations = {edit.name: edit.type for edit in added}
+        body["__annotations__"] = {**owner.__annotations__, **new_annotations}
+        body["__qualname__"] = owner.__qualname__
+        entries = vars(dataclasses.dataclass(type(owner.__name__, (), body)))
+        names = [*fields, *new_annotations, *self._RECORDS, *self._GENERATED]
+        made = {name: entries[name] for name in names if name in entries}
+        return {**made, "__annotations__": body["__annotations__"]}
+
+    def _generated(self) -> dict[str, object]:
+        return {name: vars(self.owner).get(name) for name in self._GENERATED}
 
     def _restore(self) -> None:
         for name, value in self._undo.items():
@@ -789,13 +841,15 @@ class _LiveDataclass:
                 delattr(self.owner, name)
         self._undo = {}
         self.edited = False
+        self._left = self._generated()
 
     def is_current(self, module: ModuleType) -> bool:
-        """Whether the module's name still leads to this class."""
+        """Whether the module's name still leads to this class and the methods left there."""
         try:
-            return _member(module, self.qualname) is self.owner
+            live = _member(module, self.qualname)
         except EditRefused:
             return False
+        return live is self.owner and self._left == self._generated()
 
 
 _MISSING = object()
@@ -857,8 +911,12 @@ class SourceEditor:
         self._active = active
 
     def _install(self) -> None:
-        for qualname, target in self._targets.items():
-            target.install(self._content.get(qualname))
+        # What is put back goes in the reverse order: a caller must not pass what is not taken.
+        for qualname in reversed(self._targets):
+            if qualname not in self._content:
+                self._targets[qualname].install(None)
+        for qualname, content in self._content.items():
+            self._targets[qualname].install(content)
 
     def _edited(
         self, edits: Mapping[str, Sequence[Edit]]
@@ -912,22 +970,32 @@ class SourceEditor:
         ]
 
 
-def raise_when_called(
-    module: ModuleType, qualname: str, make_error: Callable[[], Exception]
-) -> None:
-    """Put a function in the place of ``qualname`` that raises on every call.
+def raise_when_called(module: ModuleType, qualname: str, error: Exception) -> Callable[[], None]:
+    """Put a function in the place of ``qualname`` that raises ``error`` on every call.
 
     For a refusal that must stop the process but is found inside an import, which a plugin
     must never break.
+
+    Returns:
+        What puts back what was there.
     """
 
     def refuse(*args: object, **kwargs: object) -> None:
-        raise make_error()
+        raise error
 
     *path, name = qualname.split(".")
     owner: Any = module
-    with contextlib.suppress(AttributeError):
+    try:
         for part in path:
             owner = getattr(owner, part)
-        refuse.__qualname__ = qualname
-        setattr(owner, name, refuse)
+        stock = vars(owner)[name]
+    except (AttributeError, KeyError):
+        return lambda: None  # nothing that could be called
+    refuse.__qualname__ = qualname
+    setattr(owner, name, refuse)
+
+    def restore() -> None:
+        if vars(owner).get(name) is refuse:
+            setattr(owner, name, stock)
+
+    return restore

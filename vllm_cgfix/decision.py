@@ -94,7 +94,7 @@ class Decider:
                 witnesses = {path: self.sha256(path) for path in fix.witnesses}
                 found, reason = self._identify({**edited, **witnesses})
                 if found is not None:
-                    return FixStatus(fix, State.PENDING, release=release)
+                    return FixStatus(fix, State.PENDING, release=found)
         except OSError as error:
             return FixStatus(
                 fix,
@@ -118,6 +118,11 @@ class Decider:
                 return None, f"unknown source: {path} is missing"
             if not releases:
                 return None, f"unknown source: {path} is that of no supported release"
+            if not common & releases and sha256 is None:
+                return None, (
+                    f"unknown source: {path} is missing, "
+                    f"but other files are that of {_span(self.table, common)}"
+                )
             if not common & releases:
                 return None, (
                     f"unknown source: {path} is that of {_span(self.table, releases)}, "

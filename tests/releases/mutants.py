@@ -20,18 +20,26 @@ Lines = list[Line]
 class View:
     """The tree of a function's present text, and its places in the lines."""
 
-    def __init__(self, function: FunctionText, lines: Lines, focus: frozenset[int]):
+    def __init__(
+        self,
+        function: FunctionText,
+        lines: Lines,
+        focus: frozenset[int],
+        taken: Sequence[str] = (),
+    ):
         """
         Args:
             function: for the header.
             lines: the present text.
-            focus: stock lines that a patch touches; half of all changes are made there.
+            focus: stock lines that a patch touches; most changes are made there.
+            taken: names that a patch brings along, which a mutant may use, too.
 
         Raises:
             SyntaxError: it is not valid Python.
         """
         self.lines = lines
         self.focus = focus
+        self.taken = taken
         self._offset = len(function.header) + 1
         node: ast.AST = ast.parse(function.file_text(lines))
         for name in function.qualname.split("."):
@@ -53,8 +61,8 @@ class View:
         return self.line(statement.lineno), self.line(statement.end_lineno) + 1
 
     def pick(self, rng: random.Random, nodes: Sequence[ast.AST]) -> ast.AST:
-        """One of these nodes, half the time one in focus."""
-        if rng.random() < 0.5:
+        """One of these nodes, most of the time one in focus."""
+        if rng.random() < 0.75:
             nodes = [
                 node
                 for node in nodes
@@ -245,7 +253,7 @@ def insert(view: View, rng: random.Random) -> Lines:
         if view.focus & view.lines[view.line(node.lineno)].stock  # type: ignore[attr-defined]
         and node.id in names  # type: ignore[attr-defined]
     ]
-    name = rng.choice([*names, *focused] if focused else names)
+    name = rng.choice([*names, *focused, *view.taken])
     new = _new(rng.choice(_STATEMENTS).format(name=name), view.lines[start].indent)
     at = rng.choice((start, stop))
     return [*view.lines[:at], *new, *view.lines[at:]]
@@ -439,7 +447,9 @@ MUTATORS: tuple[tuple[Mutator, int], ...] = (
 """Each kind of change with its weight."""
 
 
-def mutant(function: FunctionText, focus: frozenset[int], seed: str) -> tuple[str, Lines]:
+def mutant(
+    function: FunctionText, focus: frozenset[int], seed: str, taken: Sequence[str] = ()
+) -> tuple[str, Lines]:
     """The mutant of a seed: what was changed, and its lines. One in four has two changes."""
     rng = random.Random(seed)
     kinds, weights = zip(*MUTATORS, strict=True)
@@ -448,7 +458,7 @@ def mutant(function: FunctionText, focus: frozenset[int], seed: str) -> tuple[st
         chosen = rng.choices(kinds, weights, k=2 if rng.random() < 0.25 else 1)
         try:
             for mutator in chosen:
-                lines = mutator(View(function, lines, focus), rng)
+                lines = mutator(View(function, lines, focus, taken), rng)
             compile(function.file_text(lines), "mutant", "exec", dont_inherit=True)
         except (SyntaxError, ValueError, IndexError):
             continue  # not Python, or nothing of that kind is left: draw again

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
+import symtable
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,11 +51,14 @@ class FunctionText:
 
     Attributes:
         qualname: such as ``"Class.method"``.
-        header: future imports and one ``class`` line for each enclosing class.
+        names: all names of the stock module.
+        header: future imports, a value for each of the names, and one ``class`` line for each
+            enclosing class.
         lines: the function, decorators included.
     """
 
     qualname: str
+    names: frozenset[str]
     header: tuple[str, ...]
     lines: tuple[Line, ...]
 
@@ -69,6 +73,12 @@ class FunctionText:
             if isinstance(node, ast.ImportFrom) and node.module == "__future__"
         ]
         *classes, name = qualname.split(".")
+        names = {
+            symbol.get_name()
+            for symbol in symtable.symtable(source, str(file), "exec").get_symbols()
+            if symbol.is_local()
+        }
+        header.append(" = ".join([*sorted(names - {qualname.split(".")[0]}), "None"]))
         body: list[ast.stmt] = tree.body
         for class_name in classes:
             (owner,) = (n for n in body if isinstance(n, ast.ClassDef) and n.name == class_name)
@@ -81,6 +91,7 @@ class FunctionText:
         assert all(text.isascii() for text in texts), "columns are counted in characters"
         return cls(
             qualname,
+            frozenset(names),
             tuple(header),
             tuple(
                 Line(text, frozenset([number]))
@@ -148,7 +159,11 @@ def _extent(
     stop = start + 1
     while stop < len(lines):
         line = lines[stop]
-        if not (line.blank or line.indent >= least or (numbers & line.stock and not line.copied)):
+        # A line at less indentation, such as `finally:`, ends a block that mutations have made.
+        same = bool(numbers & line.stock) and not line.copied
+        if not (
+            line.blank or line.indent >= least or (same and line.indent == lines[start].indent)
+        ):
             break
         stop += 1
     while lines[stop - 1].blank:
@@ -231,6 +246,84 @@ class InsertText:
 
 
 @dataclass(frozen=True)
+class InsertAtTop:
+    """Insert a line of our own before the first statement, behind a docstring."""
+
+    text: str
+
+    def anchors(self) -> tuple[int, ...]:
+        return (1,)
+
+    def apply(self, lines: list[Line]) -> list[Line]:
+        depth = 0
+        for at in range(_position(lines, 1), len(lines)):
+            code = lines[at].text.split("#")[0].rstrip()
+            depth += sum(code.count(b) for b in "([{") - sum(code.count(b) for b in ")]}")
+            if depth == 0 and code.endswith(":"):
+                break
+        at += 1
+        while lines[at].blank:
+            at += 1
+        indent = lines[at].indent
+        if lines[at].text.lstrip().startswith('"""'):
+            while not lines[at].text.rstrip().endswith('"""'):
+                at += 1
+            at += 1
+        return [*lines[:at], Line(self.text).moved_by(indent), *lines[at:]]
+
+
+@dataclass(frozen=True)
+class InsertInLine:
+    """Insert text of our own into a line, behind the first ``after`` in it."""
+
+    line: int
+    after: str
+    text: str
+
+    def anchors(self) -> tuple[int, ...]:
+        return (self.line,)
+
+    def apply(self, lines: list[Line]) -> list[Line]:
+        at = _position(lines, self.line)
+        before, found, behind = lines[at].text.partition(self.after)
+        if not found:
+            raise Inapplicable(f"line {self.line} has no `{self.after}`")
+        new = replace(lines[at], text=before + found + self.text + behind)
+        return [*lines[:at], new, *lines[at + 1 :]]
+
+
+@dataclass(frozen=True)
+class ExtendCall:
+    """Pass one more argument in the call of a function, which is somewhere in the lines."""
+
+    first: int
+    last: int
+    function: str
+    argument: str
+
+    def anchors(self) -> tuple[int, ...]:
+        return (self.first,)
+
+    def apply(self, lines: list[Line]) -> list[Line]:
+        start, stop = _extent(lines, self.first, self.last)
+        text = "\n".join(line.text for line in lines[start:stop])
+        call = re.search(rf"\b{self.function}\(", text)
+        if call is None:
+            raise Inapplicable(f"line {self.first} does not call {self.function}")
+        at, depth = call.end(), 1
+        while depth:
+            depth += (text[at] in "([{") - (text[at] in ")]}")
+            at += 1
+        at -= 1
+        comma = "" if text[:at].rstrip().endswith((",", "(")) else ", "
+        changed = f"{text[:at]}{comma}{self.argument}{text[at:]}".splitlines()
+        new = [
+            replace(line, text=text) for line, text in zip(lines[start:stop], changed, strict=True)
+        ]
+        return [*lines[:start], *new, *lines[stop:]]
+
+
+@dataclass(frozen=True)
 class ReplaceNames:
     """Write ``replacement`` (with ``{}`` for the name) for names, in lines to the block's end."""
 
@@ -256,17 +349,24 @@ class ReplaceNames:
 
 @dataclass(frozen=True)
 class WrapLines:
-    """Put lines below a header of our own, indented."""
+    """Put lines below a header of our own, indented.
+
+    With ``within`` they may be anywhere in the block that this line opens.
+    """
 
     first: int
     last: int
     header: str
+    within: int | None = None
 
     def anchors(self) -> tuple[int, ...]:
-        return (self.first,)
+        return (self.first if self.within is None else self.within,)
 
     def apply(self, lines: list[Line]) -> list[Line]:
         start, stop = _extent(lines, self.first, self.last)
+        loop = self.within
+        if loop is not None and _position(lines, loop) not in _headers(lines, start):
+            raise Inapplicable(f"line {self.first} is outside of the block it was in")
         wrapped = [line.moved_by(4) for line in lines[start:stop]]
         header = Line(self.header).moved_by(lines[start].indent)
         return [*lines[:start], header, *wrapped, *lines[stop:]]

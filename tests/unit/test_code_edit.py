@@ -367,6 +367,10 @@ def test_replaced_afterwards_is_not_live_and_a_later_wrapper_is(load):
 
 def test_raise_when_called(load):
     module = load(SOURCE)
-    raise_when_called(module, "Runner.run", lambda: ValueError("refused"))
+    stock = module.Runner.run
+    restore = raise_when_called(module, "Runner.run", ValueError("refused"))
     with pytest.raises(ValueError, match="refused"):
         module.Runner().run(1)
+    restore()
+    assert module.Runner.run is stock
+    raise_when_called(module, "Nowhere.run", ValueError("refused"))()

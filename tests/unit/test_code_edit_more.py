@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import dataclasses
 import inspect
 import pickle
+import sys
 import textwrap
+import threading
 
 import pytest
 
@@ -38,9 +41,23 @@ class Context:
     def __post_init__(self):
         assert self.size >= 0
 
+    def own(self):
+        pass
+
 @dataclass(frozen=True)
 class Frozen:
     name: str
+
+@dataclass
+class Own:
+    name: str
+    def __repr__(self):
+        return "own"
+
+@dataclass
+class Options:
+    name: str = field(repr=False)
+    size: int = field(default=0, compare=False)
 
 def create(name, size=3):
     """Docstring."""
@@ -88,7 +105,7 @@ def test_add_keyword_that_may_be_there_is_refused(call):
 
 @pytest.mark.parametrize("parameters", ["*a", "*, k", "**k", "skip", "skip, /"])
 def test_add_parameter_refuses_what_it_would_not_come_last_in(parameters):
-    with pytest.raises(EditRefused, match="parameter"):
+    with pytest.raises(EditRefused, match=r"parameters behind|the name `skip`"):
         edited_text(f"def f({parameters}):\n pass\n", AddParameter("skip", False))
 
 
@@ -102,10 +119,25 @@ def test_wrap_every_place_or_none():
                 g(3)
         """
     )
-    text = edited_text(source, Wrap("g(...)", context="s()", times=(3, 4)))
+    text = edited_text(source, Wrap("g(...)", context="s()", times=3))
     assert text.count("with s():\n") == 3
-    with pytest.raises(EditRefused, match=r"expected 2 or 4 places like `g\(...\)`, found 3"):
-        edited_text(source, Wrap("g(...)", context="s()", times=(2, 4)))
+    with pytest.raises(EditRefused, match=r"expected 2 places like `g\(...\)`, found 3"):
+        edited_text(source, Wrap("g(...)", context="s()", times=2))
+    within = "if a:\n g(3)"
+    with pytest.raises(EditRefused, match=r"expected 3 places like `g\(...\)`, found 1"):
+        edited_text(source, Wrap("g(...)", context="s()", times=3, within=within))
+    with pytest.raises(EditRefused, match=r"expected one place like `g\(...\)`, found 3"):
+        edited_text(source, Wrap("g(...)", context="s()", within=within))
+    text = edited_text(source, Wrap("g(3)", context="s()", within=within))
+    assert text.endswith("if a:\n        with s():\n            g(3)")
+
+
+@pytest.mark.parametrize("use", ["helper = 1", "print(helper)", "def helper(): pass"])
+def test_names_of_the_imports_must_be_free(use):
+    edit = EditFunction("f", (Insert("helper()", before="a"),), imports="from m import helper")
+    with pytest.raises(EditRefused, match="structure differs in f: it uses the name `helper`"):
+        edit.apply(ast.parse(f"def f():\n a\n {use}\n"))
+    edit.apply(ast.parse("def f():\n a\n"))
 
 
 # --- live ---
@@ -199,7 +231,9 @@ def test_added_field_and_undo(load):
     ("edit", "reason"),
     [
         (AddField("Context", "size", bool, False), "has size already"),
+        (AddField("Context", "own", bool, False), "has own already"),
         (AddField("Frozen", "skip", bool, False), "not a plain dataclass"),
+        (AddField("Own", "skip", bool, False), "not a plain dataclass"),
         (AddField("create", "skip", bool, False), "class create"),
         (AddField("Nowhere", "skip", bool, False), "found 0|has no Nowhere"),
     ],
@@ -215,6 +249,70 @@ def test_a_class_that_others_have_changed_is_refused(load):
     module.Context = dataclasses.make_dataclass("Context", ["name"])
     with pytest.raises(EditRefused, match="has not the fields of its source"):
         editor_of(module).set_active({"fix": (AddField("Context", "skip", bool, False),)})
+
+
+def test_options_of_fields_are_kept(load):
+    module = load(SOURCE)
+    editor = editor_of(module)
+    editor.set_active({"fix": (AddField("Options", "skip", bool, False),)})
+    assert repr(module.Options("a")) == "Options(size=0, skip=False)"
+    assert module.Options("a", 1) == module.Options("a", 2) != module.Options("a", 2, True)
+    editor.set_active({})
+    assert repr(module.Options("a")) == "Options(size=0)"
+    assert module.Options("a", 1) == module.Options("a", 2) != module.Options("b", 2)
+
+
+def test_methods_that_others_have_put_there_are_refused_or_left_alone(load):
+    module = load(SOURCE)
+    field = AddField("Context", "skip", bool, False)
+    stock = module.Context.__init__
+
+    def wrapper(self, *args, **kwargs):
+        stock(self, *args, **kwargs)
+
+    module.Context.__init__ = wrapper
+    with pytest.raises(EditRefused, match="constructor or comparison of Context has been replaced"):
+        editor_of(module).set_active({"fix": (field,)})
+    module.Context.__init__ = stock
+    editor = editor_of(module)
+    editor.set_active({"fix": (field,)})
+    assert editor.is_live("fix")
+    module.Context.__init__ = wrapper
+    assert not editor.is_live("fix")
+    editor.set_active({})
+    assert module.Context.__init__ is wrapper
+
+
+def test_other_threads_never_see_half_of_it(load):
+    module = load(SOURCE)
+    editor = editor_of(module)
+    edits = (
+        AddField("Context", "skip", bool, False),
+        EditFunction("create", (AddKeyword("Context(...)", "skip", "True"),)),
+    )
+    raised, made, done = [], [], threading.Event()
+
+    def call():
+        while not done.is_set():
+            try:
+                made.append(module.create("a"))
+            except TypeError as error:
+                raised.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    thread = threading.Thread(target=call)
+    thread.start()
+    try:
+        for _ in range(20):
+            editor.set_active({"fix": edits})
+            editor.set_active({})
+    finally:
+        done.set()
+        thread.join()
+        sys.setswitchinterval(before)
+    assert made
+    assert raised == []
 
 
 def test_the_one_alternative_that_is_possible(load):

@@ -49,14 +49,16 @@ def capture_scope(manager: Any, cg_mode: Any) -> AbstractContextManager[None]:
     has its own, and the outer one's comes back after it.
 
     Args:
-        manager: the ``CudaGraphManager``, of the model or of a speculator.
+        manager: the ``CudaGraphManager``, of the model or of a speculator, or a method of it.
         cg_mode: the ``CUDAGraphMode`` of the descriptor.
     """
     from vllm import forward_context as module
 
+    manager = getattr(manager, "__self__", manager)
     active = module._forward_context
     skip = (
         cg_mode.name == "PIECEWISE"
+        and hasattr(manager, "vllm_config")
         and not getattr(manager, "use_breakable_cg", False)
         and not _left_alone(manager.vllm_config)
     )
@@ -147,8 +149,6 @@ _PASS_ON = "skip_attention"
 _INHERIT = "skip_attention or (_forward_context is not None and _forward_context.skip_attention)"
 _SCOPE = "from vllm_cgfix.fixes.skip_attention import capture_scope"
 
-# What is inserted before these is nothing: the number of passes alone would take the one for the
-# other where one is missing.
 _LOOP_0_18 = """\
 for desc in descs:
     forward_fn = create_forward_fn(desc)
@@ -167,13 +167,12 @@ for desc in descs:
         forward_fn(CUDAGraphMode.PIECEWISE)
     else: ...
 """
-_CALL_0_17 = "capture_fn(size, capture_cudagraph_mode, **capture_kwargs)"
 
 
 def _capture(loop: str, passes: int) -> tuple[EditFunction]:
-    wrap = Wrap("forward_fn(...)", context="capture_scope(self, desc.cg_mode)", times=(passes,))
-    steps = (Insert("", before=loop), wrap)
-    return (EditFunction("CudaGraphManager.capture", steps, imports=_SCOPE),)
+    scope = "capture_scope(self, desc.cg_mode)"
+    wrap = Wrap("forward_fn(...)", context=scope, times=passes, within=loop)
+    return (EditFunction("CudaGraphManager.capture", (wrap,), imports=_SCOPE),)
 
 
 FIX = Fix(
@@ -251,12 +250,9 @@ FIX = Fix(
                         EditFunction(
                             "capture_graphs",
                             (
-                                Insert("", before=_CALL_0_17),
                                 Wrap(
-                                    "capture_fn(...)",
-                                    context=(
-                                        "capture_scope(capture_fn.__self__, capture_cudagraph_mode)"
-                                    ),
+                                    "capture_fn(size, capture_cudagraph_mode, **capture_kwargs)",
+                                    context=("capture_scope(capture_fn, capture_cudagraph_mode)"),
                                 ),
                             ),
                             imports=_SCOPE,

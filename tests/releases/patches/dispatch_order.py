@@ -28,7 +28,7 @@ _MOVED_READS = (
 
 def _dummy_run(
     *, metadata: int, build: tuple[int, int], seq_lens: int, query_starts: int, ask: tuple[int, int]
-) -> dict[str, tuple[Operation, ...]]:
+) -> tuple[Operation, ...]:
     """The patch, by the lines of the function in a release.
 
     Args:
@@ -38,24 +38,22 @@ def _dummy_run(
         query_starts: the line that writes the query starts.
         ask: the question to the dispatcher and the ``if`` that takes its answer.
     """
-    return {
-        "GPUModelRunner._dummy_run": (
-            MoveLines(*ask, before=metadata, reads=_MOVED_READS),
-            ReplaceNames(seq_lens, build[1], _NAMES, "dummy_batch.{}"),
-            InsertText(_DUMMY_BATCH, before=seq_lens),
-            InsertText(_QUERY_STARTS, after=query_starts),
-            WrapLines(*build, "with self.synchronize_input_prep():"),
-        )
-    }
+    return (
+        MoveLines(*ask, before=metadata, reads=_MOVED_READS),
+        ReplaceNames(seq_lens, build[1], _NAMES, "dummy_batch.{}"),
+        InsertText(_DUMMY_BATCH, before=seq_lens),
+        InsertText(_QUERY_STARTS, after=query_starts),
+        WrapLines(*build, "with self.synchronize_input_prep():"),
+    )
 
 
-_SINCE_0_11_1 = _dummy_run(
-    metadata=111, build=(115, 137), seq_lens=123, query_starts=128, ask=(186, 208)
-)
 PATCHES = {
-    "0.11.0": _dummy_run(
-        metadata=123, build=(127, 186), seq_lens=139, query_starts=145, ask=(226, 238)
-    ),
-    "0.11.1": _SINCE_0_11_1,
-    "0.11.2": _SINCE_0_11_1,
+    "GPUModelRunner._dummy_run": {
+        ("0.11.0",): _dummy_run(
+            metadata=123, build=(127, 186), seq_lens=139, query_starts=145, ask=(226, 238)
+        ),
+        ("0.11.1", "0.11.2"): _dummy_run(
+            metadata=111, build=(115, 137), seq_lens=123, query_starts=128, ask=(186, 208)
+        ),
+    }
 }

@@ -18,6 +18,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from tabulate import tabulate
+
 import vllm_cgfix
 
 from . import cpu, print_outcome
@@ -435,28 +437,38 @@ def _row(batch: IdleBatch) -> dict[str, Any]:
 
 
 def _table(observations: dict[str, Any], requirements: list[dict[str, Any]]) -> str:
-    """One line a dummy batch, then one a requirement."""
-    lines = [
-        f"_dummy_run(4), {row['call']}: {row['mode']}, metadata {_metadata(row)}"
-        for row in observations["modes"]
-    ]
-    lines += ["", "idle batch, padded to | mode | metadata | slots | query starts | event"]
+    """One row a dummy batch, then a line a requirement."""
+    calls = [[row["call"], row["mode"], _metadata(row)] for row in observations["modes"]]
+    batches = []
     for row in observations["idle_batches"]:
         slots = sorted({slot for group in row["slot_mapping"] for slot in group})
-        cells = (
-            f"{row['scenario']}, after a {row['last_step']}, {row['padded_to']}",
-            row["mode"],
-            _metadata(row),
-            _shortened(slots),
-            _shortened(row["query_start_loc"]),
-            "-" if row["mode"] != "FULL" else _unprotected(row["events"]) or "respected",
+        event = "-" if row["mode"] != "FULL" else _unprotected(row["events"]) or "respected"
+        padded_to = "alone" if row["padded_to"] == 1 else row["padded_to"]
+        batches.append(
+            [
+                f"{row['scenario']}, after a {row['last_step']}",
+                *(padded_to, row["mode"], _metadata(row)),
+                *(_shortened(slots), _shortened(row["query_start_loc"]), event),
+            ]
         )
-        lines.append(" | ".join(cells))
-    lines.append("")
-    for requirement in requirements:
-        lines.append(f"{'ok ' if requirement['ok'] else 'NOT'} {requirement['name']}")
-        if not requirement["ok"]:
-            lines.append(f"    {requirement['detail'][:200]}")
+    lines = [
+        tabulate(calls, headers=["_dummy_run(4)", "mode", "metadata"]),
+        "",
+        tabulate(
+            batches,
+            headers=[
+                "idle batch",
+                "padded to",
+                "mode",
+                "metadata",
+                "slots",
+                "query starts",
+                "input-preparation event",
+            ],
+        ),
+        "",
+    ]
+    lines += [f"{'ok ' if found['ok'] else 'NOT'} {found['name']}" for found in requirements]
     return "\n".join(lines)
 
 
@@ -485,6 +497,8 @@ def main(arguments: list[str] | None = None) -> int:
     for fault in outcome["faults"]:
         print(f"FAULT: {fault}")
     unmet = [requirement for requirement in outcome["requirements"] if not requirement["ok"]]
+    for requirement in unmet:
+        print(f"NOT {requirement['name']}: {requirement['detail']}")
     return 1 if outcome["faults"] or unmet else 0
 
 

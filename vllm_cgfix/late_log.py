@@ -25,6 +25,9 @@ def when_enabled(logger: logging.Logger, level: int, callback: Callable[[], None
         nonlocal waiting
         if waiting and logger.isEnabledFor(level):
             waiting = False
+            # Out of the chain again, where nobody has been chained behind.
+            if logging.getLogRecordFactory() is make_record:
+                logging.setLogRecordFactory(factory)
             callback()
         return factory(*args, **kwargs)
 

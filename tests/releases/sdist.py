@@ -7,10 +7,9 @@ import json
 import subprocess
 import sys
 import tarfile
-import tempfile
 from pathlib import Path
 
-from .sources import cache
+from .sources import cache, fetched_once
 
 
 def upstream_tests(release: str) -> Path:
@@ -19,28 +18,18 @@ def upstream_tests(release: str) -> Path:
     Raises:
         subprocess.CalledProcessError: it cannot be downloaded; the message was printed.
     """
-    folder = cache() / "sdist" / release
-    if not folder.exists():
-        print(
-            f"fetching the source distribution of vLLM {release} ...", file=sys.stderr, flush=True
-        )
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        # Extracted aside and renamed: a run that is interrupted leaves no half release.
-        with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-            part = Path(temporary) / "unpacked"
-            with tarfile.open(download_sdist(release, Path(temporary))) as archive:
-                kept = []
-                for member in archive:
-                    member.name = member.name.partition("/")[2]  # without vllm-VERSION/
-                    if member.name.startswith("tests/"):
-                        kept.append(member)
-                archive.extractall(part, kept, filter="data")
-            try:
-                part.rename(folder)
-            except OSError:
-                if not folder.exists():  # another run may have been first
-                    raise
-    return folder
+
+    def fetch(temporary: Path, part: Path) -> None:
+        with tarfile.open(download_sdist(release, temporary)) as archive:
+            kept = []
+            for member in archive:
+                member.name = member.name.partition("/")[2]  # without vllm-VERSION/
+                if member.name.startswith("tests/"):
+                    kept.append(member)
+            archive.extractall(part, kept, filter="data")
+
+    what = f"the source distribution of vLLM {release}"
+    return fetched_once(cache() / "sdist" / release, what, fetch)
 
 
 def download_sdist(release: str, to: Path) -> Path:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 RELEASES = (
@@ -35,29 +36,41 @@ def cache() -> Path:
     return Path(home) / "vllm-cgfix"
 
 
-def source_dir(release: str) -> Path:
-    """A folder for ``PYTHONPATH`` with the sources and metadata of a release; fetched if missing.
+def fetched_once(folder: Path, what: str, fetch: Callable[[Path, Path], None]) -> Path:
+    """A folder of the cache, fetched if it is missing.
 
-    Raises:
-        subprocess.CalledProcessError: pip cannot download the wheel; its message was printed.
+    Args:
+        folder: the folder.
+        what: what it holds, for the line that says that it is being fetched.
+        fetch: called with a temporary folder and the path at which to make the content. Made aside
+            and renamed: a run that is interrupted leaves no half of it.
     """
-    folder = cache() / "sources" / release
     if not folder.exists():
-        print(f"fetching the wheel of vLLM {release} ...", file=sys.stderr, flush=True)
+        print(f"fetching {what} ...", file=sys.stderr, flush=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # Extracted aside and renamed: a run that is interrupted leaves no half release.
         with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-            wheel = download_wheel(release, Path(temporary) / "wheel")
-            part = Path(temporary) / "sources"
-            with zipfile.ZipFile(wheel) as archive:
-                kept = [name for name in archive.namelist() if name.endswith(_KEPT)]
-                archive.extractall(part, kept)
+            part = Path(temporary) / "content"
+            fetch(Path(temporary), part)
             try:
                 part.rename(folder)
             except OSError:
                 if not folder.exists():  # another run may have been first
                     raise
     return folder
+
+
+def source_dir(release: str) -> Path:
+    """A folder for ``PYTHONPATH`` with the sources and metadata of a release; fetched if missing.
+
+    Raises:
+        subprocess.CalledProcessError: pip cannot download the wheel; its message was printed.
+    """
+
+    def fetch(temporary: Path, part: Path) -> None:
+        with zipfile.ZipFile(download_wheel(release, temporary / "wheel")) as archive:
+            archive.extractall(part, [n for n in archive.namelist() if n.endswith(_KEPT)])
+
+    return fetched_once(cache() / "sources" / release, f"the wheel of vLLM {release}", fetch)
 
 
 def download_wheel(release: str, to: Path) -> Path:

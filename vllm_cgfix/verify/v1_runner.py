@@ -272,7 +272,7 @@ class Probe:
                 restore()
 
 
-class _Model(torch.nn.Module):  # type: ignore[misc]  # torch is not typed here
+class _Model(torch.nn.Module):  # torch is not typed here
     """Stands for the model: records, and computes nothing."""
 
     def __init__(self, model: torch.nn.Module, record: Callable[[Any, torch.Tensor], None]) -> None:

@@ -21,6 +21,7 @@ from .installation import Distribution, Installation, NoVllm
 
 _IDS = tuple(fix.id for fix in CATALOGUE)
 EXIT_GOOD, EXIT_BAD, EXIT_NO_VLLM = 0, 1, 2
+EXIT_USAGE = 2  # as argparse has it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,7 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "verify",
         help="show each fault on the vLLM of this environment, without and with the plugin",
         description="Run the reproduction of each fix in fresh processes, once with the plugin "
-        "off and once with the fix on. Exit code 0: no fault is left with the plugin; 1: one is.",
+        "off and once with the fix on. Exit code 0: no fault is left with the plugin; 1: one is, "
+        "or it could not be shown; 2: there is no vLLM, or no such fix.",
     )
     verify.add_argument("fix", nargs="*", metavar="FIX", help="default: all")
     verify.set_defaults(run=_verify)
@@ -99,12 +101,13 @@ def _status(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(report, indent=1))
     else:
-        _print_report(report, statuses, bool(chosen.words), arguments.error)
+        _print_report(report, statuses, arguments.error)
     return EXIT_BAD if any(s.state is State.REFUSED for s in statuses) else EXIT_GOOD
 
 
 def _explains(fix: Fix, error: str) -> bool:
-    return any(re.search(pattern, error, re.IGNORECASE) for pattern in fix.error_patterns)
+    flags = re.IGNORECASE | re.DOTALL  # a paste can have several lines
+    return any(re.search(pattern, error, flags) for pattern in fix.error_patterns)
 
 
 def _say_no_vllm(error: NoVllm, as_json: bool) -> int:
@@ -133,9 +136,7 @@ def _as_json(status: FixStatus, chosen: bool) -> dict[str, Any]:
     }
 
 
-def _print_report(
-    report: dict[str, Any], statuses: list[FixStatus], switched_on: bool, error: str | None
-) -> None:
+def _print_report(report: dict[str, Any], statuses: list[FixStatus], error: str | None) -> None:
     print(f"vllm-cgfix {__version__}")
     print(f"vLLM {report['vllm'] or '(unknown version)'} in {report['directory']}")
     for found in report["distributions"]:
@@ -150,30 +151,44 @@ def _print_report(
     elif not report["distributions"]:
         print("  no installed distribution claims it")
     if error is not None and not statuses:
-        print("No fix has a symptom that matches this text.")
+        print(
+            "No fix lists this text as its symptom. That does not show that you are not affected: "
+            "`vllm-cgfix status` says what this vLLM needs."
+        )
         return
     print()
-    rows = [(status.fix.id, _meaning(status), status.fix.scope) for status in statuses]
+    chosen = {fix["id"]: fix["chosen"] for fix in report["fixes"]}
+    rows = [
+        (
+            status.fix.id,
+            _meaning(status, chosen[status.fix.id], report["setting"]),
+            status.fix.scope,
+        )
+        for status in statuses
+    ]
     print(tabulate(rows, headers=("fix", "here", "concerns"), tablefmt="simple"))
     for status in statuses:
         if error is not None:
             print(f"\n{status.fix.id}: {status.fix.symptom}")
         if status.reason:
             print(f"\n{status.fix.id} is refused: {status.reason}")
+        if status.remedy:
             print(f"  what you can do: {status.remedy}")
         for note in status.notes:
             print(f"\n{status.fix.id}: {note}")
-    if not switched_on and any(status.state is State.PENDING for status in statuses):
-        print(f"\nNothing is applied yet: set {settings.FIXES}=1 in vLLM's environment.")
+    if report["setting"] and "cgfix" not in os.environ.get("VLLM_PLUGINS", "cgfix").split(","):
+        print("\nVLLM_PLUGINS is set and does not list cgfix: vLLM will not load this plugin.")
 
 
-def _meaning(status: FixStatus) -> str:
+def _meaning(status: FixStatus, chosen: bool, setting: str) -> str:
     """A state as it reads before vLLM has been started."""
-    return {
-        State.PENDING: "needed; applied when switched on",
-        State.NOT_NEEDED: "not needed",
-        State.REFUSED: "refused",
-    }[status.state]
+    if status.state is not State.PENDING:
+        return {State.NOT_NEEDED: "not needed", State.REFUSED: "refused"}[status.state]
+    if chosen:
+        return f"needed; applied, by {settings.FIXES}={setting}"
+    if setting:
+        return f"needed, but left out by {settings.FIXES}={setting}"
+    return f"needed; not switched on ({settings.FIXES}=1)"
 
 
 # --- verify -----------------------------------------------------------------------------------
@@ -182,8 +197,11 @@ def _meaning(status: FixStatus) -> str:
 def _verify(arguments: argparse.Namespace) -> int:
     unknown = set(arguments.fix) - set(_IDS)
     if unknown:
-        print(f"vllm-cgfix: no fix {', '.join(sorted(unknown))}; there are {', '.join(_IDS)}")
-        return EXIT_BAD
+        print(
+            f"vllm-cgfix: no fix {', '.join(sorted(unknown))}; there are {', '.join(_IDS)}",
+            file=sys.stderr,
+        )
+        return EXIT_USAGE
     if importlib.util.find_spec("vllm") is None:
         return _say_no_vllm(NoVllm("no module named vllm is installed"), as_json=False)
     fixes = [fix for fix in CATALOGUE if not arguments.fix or fix.id in arguments.fix]

@@ -1,7 +1,7 @@
 """Whether a fix is needed here, decided by the hashes of vLLM's source files.
 
 ``releases.json`` holds, for every supported release, the SHA-256 of each file that a fix edits
-and, for the releases that need it, of each witness. The version number decides nothing: vendors
+or relies on. The version number decides nothing: vendors
 patch, nightlies carry release numbers, and two wheels of one version can differ.
 """
 
@@ -106,7 +106,8 @@ class Decider:
             return FixStatus(fix, State.REFUSED, reason, _UNKNOWN)
         missing = [path for path, sha256 in edited.items() if sha256 is None]
         if missing:
-            return FixStatus(fix, State.REFUSED, f"{missing[0]} does not exist here")
+            reason = f"{missing[0]} does not exist here"
+            return FixStatus(fix, State.REFUSED, reason, "install an unmodified release")
         return FixStatus(fix, State.PENDING, notes=[f"unverified: {reason}"])
 
     def _identify(self, hashes: Mapping[str, str | None]) -> tuple[str | None, str]:

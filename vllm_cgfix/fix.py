@@ -25,11 +25,14 @@ class Fix:
             to the fault.
         upstream: the pull requests or issues behind it, such as ``"PR 27382"``.
         scope: which of vLLM's model runners it concerns, such as ``"V1 runner"``.
-        releases: the vLLM releases that need it, each proved by ``tests/releases``.
+        releases: the vLLM releases that need it, each proved by ``tests/releases``. The edited
+            files must tell them from the others: no release that does not need the fix may have
+            the same content in all of them.
         edits: module name to the edits of that module's source file. A fix is applied to all
             of them or to none.
-        witnesses: paths (``vllm/...``) of files that the edits rely on without touching them;
-            where one differs from every release in ``releases`` the fix is refused.
+        witnesses: paths (``vllm/...``) of files that the edits rely on without touching them.
+            Where the fix is needed, these and the edited files must all be of one release,
+            otherwise it is refused.
     """
 
     id: str

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -59,7 +60,8 @@ def compare(release: str) -> list[str]:
                 lines.append(f"{fix.id}: {kind} file {path} changed since {newest}{gone}")
     lines.append(
         f"Next: add {release} to RELEASES in tests/releases/sources.py, run "
-        "`python -m tests.releases.table`, then `pytest tests/releases` proves or refutes its row."
+        "`python -m tests.releases.table`, then `tox run -e tests -- tests/releases` proves or "
+        "refutes its row."
     )
     return lines
 
@@ -70,7 +72,11 @@ def main() -> int:
     parser.add_argument("--compare", metavar="RELEASE", help="show what a new release changes")
     arguments = parser.parse_args()
     if arguments.compare:
-        print("\n".join(compare(arguments.compare)))
+        try:
+            print("\n".join(compare(arguments.compare)))
+        except subprocess.CalledProcessError:
+            print(f"no wheel of vLLM {arguments.compare} could be downloaded", file=sys.stderr)
+            return 2
         return 0
     text = build()
     if arguments.check:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -50,7 +51,7 @@ def test_something_else_that_is_called_vllm(name, tmp_path):
 
 
 def test_unknown_words():
-    assert cli.main(["verify", "dispach-order"]) == 1
+    assert cli.main(["verify", "dispach-order"]) == 2
     with pytest.raises(SystemExit) as stop:
         cli.main(["stat"])
     assert stop.value.code == 2
@@ -87,6 +88,54 @@ def test_spans_of_releases(releases, expected):
 
     SomeFix.releases = releases
     assert cli.needed_on(SomeFix, ("a", "b", "c", "d", "e")) == expected
+
+
+@pytest.mark.parametrize(
+    ("fix", "text"),
+    [
+        *[(fix.id, fix.symptom) for fix in CATALOGUE],
+        ("dispatch-order", "overwritten KV cache after an idle step"),
+        ("dispatch-order", "hangs on idle data-parallel ranks"),
+        ("skip-attention", "crashes at Capturing CUDA graphs"),
+        ("skip-attention", "CUDA error: an illegal memory access was encountered"),
+        ("skip-attention", "Capturing CUDA graphs (PIECEWISE):   0%\nCUDA error: ..."),
+    ],
+)
+def test_symptoms_are_recognised(fix, text):
+    (found,) = [each for each in CATALOGUE if each.id == fix]
+    assert cli._explains(found, text)
+
+
+@pytest.mark.parametrize("text", ["restarting the slow server", "out of memory in _dummy_run"])
+def test_other_troubles_are_not(text):
+    assert not [fix.id for fix in CATALOGUE if cli._explains(fix, text)]
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, "needed; not switched on (VLLM_CGFIX=1)"),
+        ({"VLLM_CGFIX": "1"}, "needed; applied, by VLLM_CGFIX=1"),
+        ({"VLLM_CGFIX": "all,-sample"}, "needed, but left out by VLLM_CGFIX=all,-sample"),
+        ({"VLLM_CGFIX": "1", "VLLM_PLUGINS": "other"}, "does not list cgfix"),
+    ],
+)
+def test_status_says_what_the_setting_does(variables, expected, tmp_path, monkeypatch, capsys):
+    class Always(cli.Decider):
+        def decide(self, fix, *, unverified=False):
+            return cli.FixStatus(fix, cli.State.PENDING)
+
+    sample = dataclasses.replace(dispatch_order.FIX, id="sample")
+    monkeypatch.setattr(cli, "CATALOGUE", (sample,))
+    monkeypatch.setattr(cli, "_IDS", ("sample",))
+    monkeypatch.setattr(cli, "Decider", Always)
+    monkeypatch.setattr(Installation, "find", lambda: Installation(str(tmp_path)))
+    for name in ("VLLM_CGFIX", "VLLM_PLUGINS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["status"]) == 0
+    assert expected in capsys.readouterr().out
 
 
 def test_list_names_every_fix(capsys):

@@ -99,8 +99,16 @@ def test_the_table_in_the_package_is_whole():
         for path in (*fix.edited_files, *fix.witnesses):
             listed = [release for found in table.files[path].values() for release in found]
             assert sorted(listed) == sorted(table.releases), path
-        for path in fix.edited_files:
-            # One content cannot both need a fix and not need it, unless another file tells.
-            for found in table.files[path].values():
-                if len(fix.edited_files) == 1:
-                    assert len({release in fix.releases for release in found}) == 1, found
+        # What all edited files are together must tell whether a release needs the fix.
+        needed_by_content: dict[tuple[str, ...], bool] = {}
+        for release in table.releases:
+            content = tuple(
+                sha256
+                for path in fix.edited_files
+                for sha256, releases in table.files[path].items()
+                if release in releases
+            )
+            needed = needed_by_content.setdefault(content, release in fix.releases)
+            assert needed is (release in fix.releases), (
+                f"{release} has the files of another release, but not its need of {fix.id}"
+            )

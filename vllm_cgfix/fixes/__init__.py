@@ -1,8 +1,14 @@
 """The catalogue: one module a fix.
 
-To add a fix, write a module with a ``FIX``, import it here and put it into ``CATALOGUE``; write
-its reproduction in :mod:`vllm_cgfix.verify`; then run ``python -m tests.releases.table`` for the
-hashes of its files.
+To add a fix:
+
+1. write a module here with a ``FIX``, import it below and put it into ``CATALOGUE``;
+2. run ``python -m tests.releases.table``, which fetches the wheels and writes the hashes of its
+   files into ``releases.json``;
+3. write its reproduction, ``vllm_cgfix/verify/<id>.py`` with ``_`` for ``-`` (see there), which
+   ``tests/releases/test_rows.py`` then runs on every release;
+4. write an independent textual patch, ``tests/releases/patches/<id>.py``, for the mutation test;
+5. put the output of ``vllm-cgfix list --markdown`` into the README, with a section on the fix.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The reproductions: each shows its fault on the real vLLM that is installed, and shows it gone.
 
-One module a fix, named like it. A reproduction is run as ``python -m vllm_cgfix.verify.MODULE
---json`` in a process of its own, since it takes a whole vLLM apart; its last line of output is a
-JSON object with
+One module a fix, named by its id with ``_`` for ``-``. A reproduction is run as
+``python -m vllm_cgfix.verify.MODULE --json`` in a process of its own, since it takes a whole vLLM
+apart; its last line of output is a JSON object with
 
 ``vllm``
     the version of the vLLM that ran;
@@ -13,7 +13,9 @@ JSON object with
 ``observations``
     the raw material of both;
 ``status``
-    fix id to state, as :func:`vllm_cgfix.status` has it at the end.
+    fix id to state, as :func:`vllm_cgfix.status` has it at the end;
+``text``
+    the same for a reader, as a table.
 """
 
 from __future__ import annotations

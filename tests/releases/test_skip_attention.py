@@ -16,10 +16,12 @@ from vllm_cgfix.code_edit import find_function
 from vllm_cgfix.fixes import skip_attention
 from vllm_cgfix.verify import reproduce
 
+from .layer_kinds import KINDS
 from .process import environment, run_python
 from .sources import source_dir
 
 FIX = skip_attention.FIX
+LAYER_KINDS = Path(__file__).with_name("layer_kinds.py")
 SOME = ("0.17.0", "0.20.2", "0.27.0", "0.33.0")
 """The first and last release of both spans that need the fix."""
 
@@ -377,6 +379,14 @@ print("allocations when skipped:", len(run(True)) if fixed else "not applied")
 def test_mla_returns_zeros_without_the_allocation_of_its_profile(release):
     env = environment(release, VLLM_CGFIX="skip-attention", VLLM_PLUGINS="")
     assert "allocations when skipped: 0" in run_python(_MLA, env).stdout
+
+
+@pytest.mark.parametrize("release", SOME)
+def test_every_kind_of_attention_layer(release):
+    """Sliding window, KV sharing, encoder-only and cross attention go through the same place."""
+    env = environment(release, VLLM_CGFIX="skip-attention")
+    printed = run_python(LAYER_KINDS.read_text("utf-8"), env).stdout
+    assert [kind for kind in KINDS if f"{kind}: skipped" in printed] == list(KINDS)
 
 
 _WORKER = """

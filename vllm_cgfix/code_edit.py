@@ -211,6 +211,7 @@ class Move:
     before: str
 
     def apply(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        """Make the change in place, as :class:`Step` says."""
         block, start, stop = _find_statements(function, self.statements)
         target, at, _ = _find_statements(function, self.before)
         moved = block[start:stop]
@@ -244,6 +245,7 @@ class Insert:
     after: str | None = None
 
     def apply(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        """Make the change in place, as :class:`Step` says."""
         place = self.before if self.before is not None else self.after
         assert place is not None, "Insert needs a place"
         block, start, stop = _find_statements(function, place)
@@ -265,6 +267,7 @@ class Wrap:
     within: str | None = None
 
     def apply(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        """Make the change in place, as :class:`Step` says."""
         found = everywhere = _all_statements([function], self.statements)
         if self.within is not None:
             block, start, stop = _find_statements(function, self.within)
@@ -292,6 +295,7 @@ class Rename:
     names: Mapping[str, str]
 
     def apply(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        """Make the change in place, as :class:`Step` says."""
         block, start, _ = _find_statements(function, self.start)
         set_here = _bound(node for s in block[start:] for node in ast.walk(s)) & {*self.names}
         if set_here:
@@ -325,6 +329,7 @@ class Replace:
     within: str | None = None
 
     def apply(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        """Make the change in place, as :class:`Step` says."""
         roots: list[ast.stmt] = function.body
         if self.within is not None:
             block, start, stop = _find_statements(function, self.within)
@@ -377,6 +382,7 @@ class AddKeyword:
     value: str
 
     def apply(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        """Make the change in place, as :class:`Step` says."""
         wanted = _expression(self.call)
         found = [node for node in ast.walk(function) if matches(wanted, node)]
         call = _only(found, self.call)
@@ -397,6 +403,7 @@ class AddParameter:
     default: bool | int | str | None
 
     def apply(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        """Make the change in place, as :class:`Step` says."""
         parameters = function.args
         if parameters.vararg or parameters.kwonlyargs or parameters.kwarg:
             raise EditRefused("there are parameters behind the last positional one")

@@ -108,7 +108,21 @@ def reproduce(
         ) from None
 
 
-def print_outcome(outcome: Mapping[str, Any]) -> int:
-    """Print a reproduction's result as its last line, and return its exit code."""
-    print(json.dumps(outcome), flush=True)
-    return 1 if outcome["faults"] else 0
+def print_outcome(outcome: Mapping[str, Any], *, as_json: bool) -> int:
+    """Print a reproduction's result, and return its exit code: 0 where all is well.
+
+    Args:
+        outcome: the keys of :class:`Outcome`.
+        as_json: as the last line, for :func:`reproduce`, which judges the requirements itself;
+            else for a reader.
+    """
+    if as_json:
+        print(json.dumps(outcome), flush=True)
+        return 1 if outcome["faults"] else 0
+    print(outcome["text"])
+    for fault in outcome["faults"]:
+        print(f"FAULT: {fault}")
+    unmet = Outcome(**outcome).unmet
+    for requirement in unmet:
+        print(f"NOT {requirement}")
+    return 1 if outcome["faults"] or unmet else 0

@@ -491,15 +491,7 @@ def main(arguments: list[str] | None = None) -> int:
     # vLLM logs to stdout, which is for the result alone.
     with contextlib.redirect_stdout(sys.stderr):
         outcome = observe()
-    if options.json:
-        return print_outcome(outcome)
-    print(outcome["text"])
-    for fault in outcome["faults"]:
-        print(f"FAULT: {fault}")
-    unmet = [requirement for requirement in outcome["requirements"] if not requirement["ok"]]
-    for requirement in unmet:
-        print(f"NOT {requirement['name']}: {requirement['detail']}")
-    return 1 if outcome["faults"] or unmet else 0
+    return print_outcome(outcome, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -57,13 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The result is alone on stdout, whatever vLLM prints.
     with contextlib.redirect_stdout(sys.stderr):
         outcome = reproduce(breakable=options.breakable)
-    if options.json:
-        return print_outcome(outcome)
-    print(outcome["text"])
-    for fault in outcome["faults"]:
-        print(f"FAULT: {fault}")
-    unmet = [r for r in outcome["requirements"] if not r["ok"]]
-    return 1 if outcome["faults"] or unmet else 0
+    return print_outcome(outcome, as_json=options.json)
 
 
 def reproduce(*, breakable: bool = False) -> dict[str, Any]:

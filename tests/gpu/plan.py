@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from vllm_cgfix.fixes import CATALOGUE
+
 from .children import Child
 
 DISPATCH = "dispatch-order"
 SKIP = "skip-attention"
+SLOTS = "dummy-slots"
+LENGTHS = "dummy-lengths"
+CLAMP = "dummy-seq-clamp"
 DRIVERS = "tests.gpu.drivers"
-V1, V2_OPT_IN, V2 = "0.11.2", "0.20.2", "0.33.0"
-RELEASES = (V1, V2_OPT_IN, V2)
+V1, V1_PADDED, V2_OPT_IN, V2 = "0.11.2", "0.16.0", "0.20.2", "0.33.0"
+RELEASES = (V1, V1_PADDED, V2_OPT_IN, V2)
 
 BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 V1_BACKENDS = BACKENDS[:2]
@@ -63,9 +68,16 @@ def children(release: str) -> dict[str, Child]:
             DISPATCH,
             environ={"VLLM_ATTENTION_BACKEND": "FLASHINFER"},
         )
+    if release == V1_PADDED:
+        for scheduling in SCHEDULING:
+            asynchronous = ["--async-scheduling"] if scheduling == "async" else []
+            plan += pair(f"slots/{scheduling}", "dispatch_order", SLOTS, *asynchronous)
     if release == V2_OPT_IN:
         v2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
         plan += pair("poison", "block_table", SKIP, environ=v2, timeout=180)
+        plan += pair(
+            "lengths", "block_table", LENGTHS, "--poisoned", "start", environ=v2, timeout=180
+        )
         for backend in BACKENDS:
             for mode in CUDAGRAPH_MODES:
                 plan += pair(
@@ -76,6 +88,15 @@ def children(release: str) -> dict[str, Child]:
                     environ=v2,
                 )
     if release == V2:
+        plan += pair(
+            "clamp",
+            "block_table",
+            CLAMP,
+            *("--poisoned", "capture of V1", "--backend", "TRITON_ATTN"),
+            *("--cudagraph-mode", "FULL", "--max-num-seqs", "512"),
+            environ={"VLLM_USE_V2_MODEL_RUNNER": "0"},
+            timeout=180,
+        )
         for kind in KINDS:
             profile = ("--profile-memory",) if kind in PROFILED else ()
             plan += pair(f"kind/{kind}", "skip_attention", SKIP, "--kind", kind, *profile)
@@ -95,5 +116,5 @@ def children(release: str) -> dict[str, Child]:
                 SKIP,
                 *("--cudagraph-mode", mode, "--backend", "FLASH_ATTN", "--jit-monitor", "error"),
             )
-    plan += [verify(DISPATCH), verify(SKIP)]
+    plan += [verify(fix.id) for fix in CATALOGUE]
     return {child.name: child for child in plan}

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from vllm_cgfix.fixes import CATALOGUE
+
 from . import plan
 from .children import Result
 
 pytestmark = [pytest.mark.release(*plan.RELEASES), pytest.mark.core]
 
 
-@pytest.mark.parametrize("case", [plan.DISPATCH, plan.SKIP])
+@pytest.mark.parametrize("case", [fix.id for fix in CATALOGUE])
 @pytest.mark.needs("verify/{case}")
 def test_verify(results: list[Result]) -> None:
     (result,) = results

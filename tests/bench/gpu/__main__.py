@@ -59,7 +59,7 @@ def rows(layers: int, pairs: Sequence[Mapping[str, Measured]]) -> list[list[str]
     """
     table = []
     values = {side: [pair[side] for pair in pairs if pair.get(side)] for side in SIDES}
-    names = list((values["stock"] or [{}])[0])
+    names = list(dict.fromkeys(name for side in SIDES for found in values[side] for name in found))
     for name in names:
         medians, cells = {}, []
         for side in SIDES:

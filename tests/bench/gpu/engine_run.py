@@ -16,6 +16,7 @@ BATCHES = (1, 32, 256)
 DECODE_STEPS = 64
 REQUESTS = 512
 REPEATS = 3
+ROUNDS = 8
 
 # Wide enough that a decode step is not all launch overhead, small enough to start quickly.
 CONFIG = {
@@ -43,6 +44,25 @@ def decode_step(llm: Any, batch: int) -> float:
         long = seconds(lambda: engine.generate(llm, prompts, 1 + DECODE_STEPS))
         times.append((long - short) / DECODE_STEPS * 1000)
     return statistics.median(times)
+
+
+def decode_step_ratio(llm: Any, batch: int) -> float:
+    """A decode step with the edited code by one with the stock code, in this one process.
+
+    Processes of one kind differ by more than the plugin could cost. Here the code is swapped
+    between measurements, so that all else is the same.
+    """
+    import vllm_cgfix
+
+    prompts = [engine.prompt(i, 16) for i in range(batch)]
+    times: dict[str, list[float]] = {"edited": [], "stock": []}
+    for number in range(2 * ROUNDS):
+        edited = number % 4 in (0, 3)
+        (vllm_cgfix.register if edited else vllm_cgfix.undo)()
+        work = seconds(lambda: engine.generate(llm, prompts, 1 + DECODE_STEPS))
+        times["edited" if edited else "stock"].append(work)
+    vllm_cgfix.register()
+    return statistics.median(times["edited"]) / statistics.median(times["stock"])
 
 
 def requests_per_second(llm: Any) -> float:
@@ -102,6 +122,11 @@ def drive(arguments: argparse.Namespace, report: engine.Report) -> None:
         engine.generate(llm, [engine.prompt(i, 16) for i in range(max(BATCHES))], 8)
         for batch in BATCHES:
             measured[f"decode step at {batch}, ms"] = decode_step(llm, batch)
+    if report.data["plugin"]:
+        with report.phase("decode, edited and stock"):
+            for batch in BATCHES:
+                name = f"decode step at {batch}, edited / stock in one process"
+                measured[name] = decode_step_ratio(llm, batch)
     with report.phase("requests"):
         measured["requests/s"] = requests_per_second(llm)
     report.put("measured", measured)

@@ -1,15 +1,16 @@
 """Capture with poison behind the block table: what is read past its end shows itself.
 
-A dummy request of the capture is longer than ``max_model_len``: 512 tokens in 300 requests leave
-213 to the last, 14 blocks in a row of 4. What attention reads past the table is whatever memory
-lies there. Here the table stands at the start of a larger buffer of block numbers that no cache
-has.
+A dummy request of the V2 runner is longer than ``max_model_len``: 512 tokens in 300 requests leave
+213 to the last, 14 blocks in a row of 4. In the V1 runner each claims 512 tokens, 32 blocks. What
+attention reads past the table is whatever memory lies there. Here the table stands at the start
+of a larger buffer of block numbers that no cache has.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from . import engine
@@ -40,32 +41,74 @@ def poison_before_capture() -> None:
     """
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    stock = GPUModelRunner.capture_model
+    _before_capture(GPUModelRunner, lambda runner: _poison_v2(runner.block_tables))
+
+
+def poison_when_made() -> None:
+    """Have the block tables of the V2 runner poisoned from the start: warm-up reads them, too."""
+    from vllm.v1.worker.gpu.block_table import BlockTables
+
+    stock = BlockTables.__init__
+
+    @functools.wraps(stock)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        _poison_v2(self)
+
+    BlockTables.__init__ = init
+
+
+def poison_v1_before_capture() -> None:
+    """Have the block tables of the V1 runner poisoned when its capture begins."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    def change(runner: Any) -> None:
+        for table in runner.input_batch.block_table.block_tables:
+            table.block_table.gpu = poison(table.block_table.gpu)
+
+    _before_capture(GPUModelRunner, change)
+
+
+def _before_capture(kind: type[Any], change: Callable[[Any], None]) -> None:
+    stock = kind.capture_model
 
     @functools.wraps(stock)
     def capture_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        tables = self.block_tables
-        tables.input_block_tables = [poison(table) for table in tables.input_block_tables]
-        tables.input_block_table_ptrs = tables._make_ptr_tensor(tables.input_block_tables)
+        change(self)
         return stock(self, *args, **kwargs)
 
-    GPUModelRunner.capture_model = capture_model
+    kind.capture_model = capture_model
+
+
+def _poison_v2(tables: Any) -> None:
+    tables.input_block_tables = [poison(table) for table in tables.input_block_tables]
+    tables.input_block_table_ptrs = tables._make_ptr_tensor(tables.input_block_tables)
+
+
+POISONED = {
+    "capture": poison_before_capture,
+    "start": poison_when_made,
+    "capture of V1": poison_v1_before_capture,
+}
 
 
 def drive(arguments: argparse.Namespace, report: engine.Report) -> None:
     engine.prepare(report, shared_gpu=arguments.shared_gpu)
     captures = Captures(count_calls=True)
-    poison_before_capture()
+    POISONED[arguments.poisoned]()
+    compilation: dict[str, Any] = {"max_cudagraph_capture_size": LARGEST_SIZE}
+    if arguments.cudagraph_mode:
+        compilation["cudagraph_mode"] = arguments.cudagraph_mode
     try:
         with report.phase("start"):
             llm = engine.make_llm(
                 "qwen3",
-                attention_backend="FLASH_ATTN",
-                compilation_config={"max_cudagraph_capture_size": LARGEST_SIZE},
+                attention_backend=arguments.backend,
+                compilation_config=compilation,
                 kv_cache_memory_bytes=2 << 30,
                 max_model_len=MAX_MODEL_LEN,
                 max_num_batched_tokens=2048,
-                max_num_seqs=MAX_NUM_SEQS,
+                max_num_seqs=arguments.max_num_seqs,
             )
     finally:
         report.put("plugin", engine.plugin_state())
@@ -77,12 +120,15 @@ def drive(arguments: argparse.Namespace, report: engine.Report) -> None:
         one = engine.generate(llm, [engine.prompt(1, 20)], 8)
         many = engine.generate(llm, [engine.prompt(i, 20) for i in range(MAX_NUM_SEQS)], 8)
     report.put("served", [len(one), len(many)])
-    done = captures.sizes.get("PIECEWISE", [])
-    report.put("summary", f"{len(done)} PIECEWISE sizes captured, served 1 and {MAX_NUM_SEQS}")
+    done = {mode: len(sizes) for mode, sizes in captures.sizes.items()}
+    report.put("summary", f"captured {done}, served 1 and {MAX_NUM_SEQS}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    del parser
+    parser.add_argument("--backend", default="FLASH_ATTN")
+    parser.add_argument("--cudagraph-mode")
+    parser.add_argument("--max-num-seqs", type=int, default=MAX_NUM_SEQS)
+    parser.add_argument("--poisoned", choices=POISONED, default="capture")
 
 
 if __name__ == "__main__":

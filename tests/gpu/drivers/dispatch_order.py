@@ -195,16 +195,15 @@ def bring(requests: Requests, scenario: tuple[Prompts, Prompts, str]) -> None:
 class Contexts:
     """The forward contexts that ``_dummy_run`` makes, and the padding that it is told."""
 
-    def __init__(self, module: Any):
+    def __init__(self, module: Any, runner: Any):
         self.module = module
+        self.runner = runner
         self.seen: list[dict[str, Any]] = []
 
     @contextlib.contextmanager
     def recorded(self, padding: int | None) -> Iterator[None]:
         """Record within, and answer as if another rank ran ``padding`` tokens."""
-        import torch
-
-        stock = self.module.set_forward_context, self.module.coordinate_batch_across_dp
+        stock = self.module.set_forward_context
 
         def set_forward_context(attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
             one = next(iter(attn_metadata.values())) if attn_metadata else None
@@ -216,19 +215,43 @@ class Contexts:
                     "metadata_tokens": getattr(one, "num_actual_tokens", None),
                 }
             )
-            return stock[0](attn_metadata, *args, **kwargs)
-
-        def coordinate_batch_across_dp(*args: Any, **kwargs: Any) -> Any:
-            slices, across = stock[1](*args, **kwargs)
-            return slices, across if padding is None else torch.tensor([padding])
+            return stock(attn_metadata, *args, **kwargs)
 
         self.module.set_forward_context = set_forward_context
+        try:
+            with contextlib.nullcontext() if padding is None else self._padded(padding):
+                yield
+        finally:
+            self.module.set_forward_context = stock
+
+    @contextlib.contextmanager
+    def _padded(self, padding: int) -> Iterator[None]:
+        import torch
+
+        if hasattr(self.runner, "_determine_batch_execution_and_padding"):
+            # From 0.12 on the dispatcher is asked with what the ranks agreed on.
+            stock = self.runner._determine_batch_execution_and_padding
+
+            def determine(**arguments: Any) -> Any:
+                return stock(**arguments | {"num_tokens": padding, "num_reqs": padding})
+
+            self.runner._determine_batch_execution_and_padding = determine
+            try:
+                yield
+            finally:
+                del self.runner._determine_batch_execution_and_padding
+            return
+        coordinate = self.module.coordinate_batch_across_dp
+
+        def coordinate_batch_across_dp(*args: Any, **kwargs: Any) -> Any:
+            slices, _ = coordinate(*args, **kwargs)
+            return slices, torch.tensor([padding])
+
         self.module.coordinate_batch_across_dp = coordinate_batch_across_dp
         try:
             yield
         finally:
-            self.module.set_forward_context = stock[0]
-            self.module.coordinate_batch_across_dp = stock[1]
+            self.module.coordinate_batch_across_dp = coordinate
 
 
 def observe(
@@ -242,7 +265,7 @@ def observe(
     caches = engine.runner(llm).kv_caches
     held = blocks.holders(pool.blocks)
     before = blocks.snapshot(caches)
-    contexts = Contexts(module)
+    contexts = Contexts(module, engine.runner(llm))
     with contexts.recorded(padding):
         for _ in range(DUMMY_BATCHES):
             engine.worker(llm).execute_dummy_batch()

@@ -141,11 +141,15 @@ def _all_statements(roots: Iterable[ast.AST], pattern: str) -> list[_Place]:
 
 def _find_statements(root: ast.AST, pattern: str) -> _Place:
     place = _only(_all_statements([root], pattern), pattern)
-    everywhere = [statement for block in _blocks(root) for statement in block]
-    for wanted in _statements(pattern):
-        # A copy of one of them elsewhere would run as well, and unedited.
-        _only([statement for statement in everywhere if matches(wanted, statement)], pattern)
+    _refuse_copies(root, _statements(pattern), pattern)
     return place
+
+
+def _refuse_copies(root: ast.AST, statements: Iterable[ast.stmt], pattern: str) -> None:
+    """Refuse a copy of a statement elsewhere, which would run as well, and unedited."""
+    everywhere = [statement for block in _blocks(root) for statement in block]
+    for wanted in statements:
+        _only([statement for statement in everywhere if matches(wanted, statement)], pattern)
 
 
 def _in_order(node: ast.AST) -> Iterator[ast.AST]:
@@ -197,6 +201,23 @@ class Step(Protocol):
         Raises:
             EditRefused: the place is not there, or there more than once.
         """
+
+
+@dataclass(frozen=True)
+class Expect:
+    """Change nothing, but refuse where there are more or fewer places like a pattern.
+
+    This is for alternatives: what is so only in the releases that one of them is for.
+    """
+
+    statements: str
+    times: int = 1
+
+    def apply(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        """Make the check, as :class:`Step` says."""
+        found = _all_statements([function], self.statements)
+        if len(found) != self.times:
+            raise _unexpected(self.statements, len(found), self.times)
 
 
 @dataclass(frozen=True)
@@ -258,13 +279,15 @@ class Wrap:
     """Put the statements of a pattern inside ``with CONTEXT:``.
 
     There must be as many of them as ``times`` says, each of which is wrapped. Where ``within`` is
-    given, they must all be below the statements of that pattern.
+    given, they must all be below the statements of that pattern; where ``after`` is given, right
+    after those.
     """
 
     statements: str
     context: str
     times: int = 1
     within: str | None = None
+    after: str | None = None
 
     def apply(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         """Make the change in place, as :class:`Step` says."""
@@ -272,15 +295,53 @@ class Wrap:
         if self.within is not None:
             block, start, stop = _find_statements(function, self.within)
             found = _all_statements(block[start:stop], self.statements)
+        if self.after is not None:
+            found = [_right_after(function, self.after, self.statements)]
         for places in (everywhere, found):
             if len(places) != self.times:
                 raise _unexpected(self.statements, len(places), self.times)
         # From the last to the first: wrapping moves what comes after in the same block.
-        for block, start, stop in reversed(found):
-            (wrapper,) = _placed_at(f"with {self.context}: pass", block[start])
-            assert isinstance(wrapper, ast.With)
-            wrapper.body = block[start:stop]
-            block[start:stop] = [wrapper]
+        for place in reversed(found):
+            _put_below(f"with {self.context}", place)
+
+
+@dataclass(frozen=True)
+class Guard:
+    """Put the statements of a pattern inside ``if CONDITION:``.
+
+    They must come right after the statements of ``after``, at one place, and none of them may be
+    elsewhere, too. Nor may they give a value to a name, which could then be read without one.
+    """
+
+    statements: str
+    condition: str
+    after: str
+
+    def apply(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        """Make the change in place, as :class:`Step` says."""
+        block, start, stop = _right_after(function, self.after, self.statements)
+        nodes = [node for statement in block[start:stop] for node in ast.walk(statement)]
+        inner = [node for node in nodes if isinstance(node, ast.stmt)]
+        _refuse_copies(function, inner, self.statements)
+        set_here = _bound(nodes)
+        if set_here:
+            raise EditRefused(f"`{min(set_here)}` would not always get its value")
+        _put_below(f"if {self.condition}", (block, start, stop))
+
+
+def _right_after(root: ast.AST, before: str, pattern: str) -> _Place:
+    """The statements of a pattern, which must come right after those of another."""
+    block, start, stop = _find_statements(root, f"{before}\n{pattern}")
+    return block, start + len(_statements(before)), stop
+
+
+def _put_below(header: str, place: _Place) -> None:
+    """Put statements into a new ``with`` or ``if`` of their own."""
+    block, start, stop = place
+    (outer,) = _placed_at(f"{header}: pass", block[start])
+    assert isinstance(outer, (ast.With, ast.If))
+    outer.body = block[start:stop]
+    block[start:stop] = [outer]
 
 
 @dataclass(frozen=True)
@@ -320,8 +381,8 @@ class _Renamer(ast.NodeTransformer):
 class Replace:
     """Put another expression in the place of the one that a pattern describes.
 
-    Where ``within`` is given, only the statement of that pattern is searched. In ``by``, ``...``
-    stands for the expression that was there.
+    Where ``within`` is given, only the statements of that pattern are searched. In ``by``, ``...``
+    stands for the expression that was there. What is given a value can be replaced, too.
     """
 
     expression: str
@@ -344,6 +405,10 @@ class Replace:
         ]
         parent, name, index, old = _only(found, self.expression)
         new = _Filler(old).visit(_expression(self.by))
+        if isinstance(getattr(old, "ctx", None), ast.Store):
+            if not hasattr(new, "ctx"):
+                raise EditRefused(f"`{self.by}` cannot be given a value")
+            new.ctx = old.ctx  # type: ignore[attr-defined]
         if index is None:
             setattr(parent, name, new)
         else:
@@ -503,13 +568,36 @@ class AddField:
 
 
 @dataclass(frozen=True)
+class Unchanged:
+    """A function that needs no change in some releases: an alternative for them.
+
+    Its body, less a docstring, must be what the pattern says.
+    """
+
+    qualname: str
+    body: str
+
+    def apply(self, tree: ast.Module) -> None:
+        """Check the function in the file's tree.
+
+        Raises:
+            EditRefused: it is not there exactly once, or its body is another.
+        """
+        function = find_function(tree, self.qualname)
+        first = 0 if ast.get_docstring(function, clean=False) is None else 1
+        if not matches(_statements(self.body), function.body[first:]):
+            short = " ".join(self.body.split())
+            raise EditRefused(f"structure differs in {self.qualname}: its body is not `{short}`")
+
+
+@dataclass(frozen=True)
 class OneOf:
     """Alternatives for releases that do the same thing in different ways.
 
     Exactly one of them must be possible; it is the one that is made.
     """
 
-    alternatives: tuple[tuple[EditFunction | AddField, ...], ...]
+    alternatives: tuple[tuple[EditFunction | AddField | Unchanged, ...], ...]
 
 
 Edit = EditFunction | AddField | OneOf
@@ -541,11 +629,11 @@ def resolve(edits: Sequence[Edit], tree: ast.Module) -> list[EditFunction | AddF
             raise EditRefused(
                 "; ".join(reasons) if not possible else "structure fits several alternatives"
             )
-        made += possible[0]
+        made += [part for part in possible[0] if not isinstance(part, Unchanged)]
     return made
 
 
-def function_names(edits: Sequence[Edit]) -> list[str]:
+def function_names(edits: Sequence[Edit | Unchanged]) -> list[str]:
     """The qualified names of all functions that edits are for, in any of their alternatives."""
     names: list[str] = []
     for edit in edits:
@@ -556,13 +644,26 @@ def function_names(edits: Sequence[Edit]) -> list[str]:
     return names
 
 
-def _copy_for_trial(tree: ast.Module, edits: Sequence[EditFunction | AddField]) -> ast.Module:
-    """A tree of which only what the edits touch is a copy: copying a whole file takes long."""
-    names = {edit.qualname.split(".")[0] for edit in edits}
-    body = [
-        copy.deepcopy(node) if getattr(node, "name", None) in names else node for node in tree.body
-    ]
-    return ast.Module(body, type_ignores=[])
+def _copy_for_trial(
+    tree: ast.Module, edits: Sequence[EditFunction | AddField | Unchanged]
+) -> ast.Module:
+    """A tree of which only what the edits touch is a copy: copying a whole class takes long."""
+    paths = [edit.qualname.split(".") for edit in edits]
+    return ast.Module(_copied(tree.body, paths), type_ignores=[])
+
+
+def _copied(body: Sequence[ast.stmt], paths: Sequence[Sequence[str]]) -> list[ast.stmt]:
+    """Statements, of which the definitions at these paths are copies."""
+    copied: list[ast.stmt] = []
+    for node in body:
+        below = [path[1:] for path in paths if path[0] == getattr(node, "name", None)]
+        if isinstance(node, ast.ClassDef) and below and all(below):
+            node = copy.copy(node)
+            node.body = _copied(node.body, below)
+        elif below:
+            node = copy.deepcopy(node)
+        copied.append(node)
+    return copied
 
 
 def field_names(definition: ast.ClassDef) -> list[str]:

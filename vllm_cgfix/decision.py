@@ -94,7 +94,7 @@ class Decider:
                 witnesses = {path: self.sha256(path) for path in fix.witnesses}
                 found, reason = self._identify({**edited, **witnesses})
                 if found is not None:
-                    return FixStatus(fix, State.PENDING, release=found)
+                    return FixStatus(fix.for_release(found), State.PENDING, release=found)
         except OSError as error:
             return FixStatus(
                 fix,
@@ -104,7 +104,10 @@ class Decider:
             )
         if not unverified:
             return FixStatus(fix, State.REFUSED, reason, _UNKNOWN)
-        missing = [path for path, sha256 in edited.items() if sha256 is None]
+        # Which modules are to be edited, the files that are known tell.
+        known = {p: sha256 for p, sha256 in edited.items() if self.table.releases_with(p, sha256)}
+        fix = fix.for_release(self._identify(known)[0] if known else None)
+        missing = [path for path in fix.edited_files if edited[path] is None]
         if missing:
             reason = f"{missing[0]} does not exist here"
             return FixStatus(fix, State.REFUSED, reason, "install an unmodified release")

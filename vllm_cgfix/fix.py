@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .code_edit import Edit
 
@@ -24,12 +24,17 @@ class Fix:
         error_patterns: regular expressions (case ignored) of log or error text that points
             to the fault.
         upstream: the pull requests or issues behind it, such as ``"PR 27382"``.
-        scope: which of vLLM's model runners it concerns, such as ``"V1 runner"``.
+        scope: which part of vLLM it concerns, such as ``"V1 runner"`` or ``"engine core"``.
         releases: the vLLM releases that need it, each proved by ``tests/releases``. The edited
             files must tell them from the others: no release that does not need the fix may have
             the same content in all of them.
         edits: module name to the edits of that module's source file. A fix is applied to all
             of them or to none.
+        separate: each module is mended by itself, as those of the two model runners are, of which
+            a process may import only one: the fix is applied once the modules that are imported
+            are edited.
+        only_in: module name to the releases in which that module is edited, where these are not
+            all of ``releases``: in the others nothing is wrong in it, or it does not exist.
         witnesses: paths (``vllm/...``) of files that the edits rely on without touching them.
             Where the fix is needed, these and the edited files must all be of one release,
             otherwise it is refused.
@@ -44,6 +49,8 @@ class Fix:
     releases: tuple[str, ...]
     edits: Mapping[str, tuple[Edit, ...]]
     witnesses: tuple[str, ...] = ()
+    separate: bool = False
+    only_in: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"Fix({self.id!r})"
@@ -52,6 +59,17 @@ class Fix:
     def edited_files(self) -> tuple[str, ...]:
         """The paths (``vllm/...``) of the files that the fix edits."""
         return tuple(module_path(module) for module in self.edits)
+
+    def for_release(self, release: str | None) -> Fix:
+        """The fix with the edits of one release; all of it for one that does not need it."""
+        if not self.only_in or release not in self.releases:
+            return self
+        edits = {
+            module: edits
+            for module, edits in self.edits.items()
+            if release in self.only_in.get(module, self.releases)
+        }
+        return replace(self, edits=edits)
 
 
 def module_path(module: str) -> str:

@@ -148,21 +148,25 @@ class _Process:
         return {fix.id: fix.edits[module] for fix in fixes}
 
     def _settle(self, fix: Fix) -> None:
-        """A fix is applied once every module that it edits is."""
+        """A fix is applied once every module that it edits is (or that is imported)."""
         status = self.statuses[fix.id]
         if status.state is State.PENDING and self.is_live(fix):
             status.state = State.APPLIED
             for name in fix.edits:
-                status.notes += self.editors[name].foreign_wrappers(fix.id)
+                if name in self.editors:
+                    status.notes += self.editors[name].foreign_wrappers(fix.id)
 
     def is_live(self, fix: Fix) -> bool:
         """Whether every function that the fix edits runs the edited code."""
-        return all(
+        names = [*fix.edits]
+        if fix.separate:
+            names = [name for name in names if name in sys.modules]
+        return bool(names) and all(
             (editor := self.editors.get(name)) is not None
             # A module can be imported a second time, after its removal from sys.modules.
             and editor.module is sys.modules.get(name)
             and editor.is_live(fix.id)
-            for name in fix.edits
+            for name in names
         )
 
     def refuse(self, fix: Fix, error: Exception, module: ModuleType) -> None:
@@ -324,7 +328,7 @@ def status() -> list[FixStatus]:
 
 def _current(fix: Fix) -> FixStatus:
     decided = _process.statuses.get(fix.id, FixStatus(fix, State.OFF))
-    if decided.state is State.APPLIED and not _process.is_live(fix):
+    if decided.state is State.APPLIED and not _process.is_live(decided.fix):
         return FixStatus(
             fix,
             State.LOST,
@@ -334,7 +338,8 @@ def _current(fix: Fix) -> FixStatus:
         )
     notes = list(decided.notes)
     runner, left_alone = process_facts.runner(), process_facts.left_alone(fix.id)
-    if decided.state in (State.PENDING, State.APPLIED) and runner not in (None, fix.scope):
+    live = decided.state in (State.PENDING, State.APPLIED)
+    if live and runner is not None and "runner" in fix.scope and runner not in fix.scope:
         notes.append(f"this process uses the {runner}")
     if left_alone is not None:
         notes.append(f"leaves this engine as it is: {left_alone}")

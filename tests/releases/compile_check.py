@@ -130,12 +130,12 @@ def check(release: str, sources: Path) -> Iterator[tuple[bool, str]]:
     for fix in CATALOGUE:
         needed = release in fix.releases
         wrong = []
-        state = decider.decide(fix, unverified=True).state
-        if state is not (State.PENDING if needed else State.NOT_NEEDED):
-            wrong.append(f"decided to be {state.value}")
+        decided = decider.decide(fix, unverified=True)
+        if decided.state is not (State.PENDING if needed else State.NOT_NEEDED):
+            wrong.append(f"decided to be {decided.state.value}")
         outcome = "edited"
         try:
-            for module in fix.edits:
+            for module in decided.fix.edits:
                 if not (sources / module_path(module)).exists():
                     raise EditRefused(f"there is no {module}")
                 wrong += check_module(fix, module, sources)

@@ -11,6 +11,7 @@ import ast
 import random
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from .text import FunctionText, Line
 
@@ -109,9 +110,13 @@ class View:
         first, last = self.line(node.lineno), self.line(node.end_lineno)  # type: ignore[attr-defined]
         before = self.lines[first].text[: node.col_offset]  # type: ignore[attr-defined]
         after = self.lines[last].text[node.end_col_offset :]  # type: ignore[attr-defined]
-        stock = frozenset().union(*(line.stock for line in self.lines[first : last + 1]))
-        new = Line(before + text + after, stock)
-        return [*self.lines[:first], new, *self.lines[last + 1 :]]
+        old = self.lines[first : last + 1]
+        stock = frozenset().union(*(line.stock for line in old if not line.copied))
+        # Of a line and its copy, that which stays as it was is the stock line.
+        copies = [line for line in self.lines if line.copied and line.stock & stock]
+        new = Line(before + text + after, frozenset() if copies else stock)
+        changed = [*self.lines[:first], new, *self.lines[last + 1 :]]
+        return [replace(line, copied=False) if line in copies else line for line in changed]
 
 
 def _new(text: str, indent: int) -> Lines:

@@ -52,7 +52,7 @@ class Ended:
         return [line for line in self.output.splitlines() if "vllm-cgfix" in line]
 
 
-def run_in_fork(function: Callable[..., Any], *arguments: Any, timeout: float = 150) -> Ended:
+def run_in_fork(function: Callable[..., Any], *arguments: Any, timeout: float = 300) -> Ended:
     """Run a function in a fork of this process and wait for its end.
 
     The function must return plain data. A fork that takes too long writes the stacks of all

@@ -88,16 +88,15 @@ class FunctionText:
         first = min([function.lineno, *(node.lineno for node in function.decorator_list)])
         assert function.end_lineno is not None
         texts = source.splitlines()[first - 1 : function.end_lineno]
-        assert all(text.isascii() for text in texts), "columns are counted in characters"
-        return cls(
-            qualname,
-            frozenset(names),
-            tuple(header),
-            tuple(
-                Line(text, frozenset([number]))
-                for number, text in enumerate(texts, first - function.lineno + 1)
-            ),
+        lines = tuple(
+            Line(text, frozenset([number]))
+            for number, text in enumerate(texts, first - function.lineno + 1)
         )
+        # Nothing begins or ends in a comment.
+        assert all(line.blank or line.text.isascii() for line in lines), (
+            "columns are counted in characters"
+        )
+        return cls(qualname, frozenset(names), tuple(header), lines)
 
     def file_text(self, lines: Sequence[Line]) -> str:
         """The text of the small file with these lines as the function."""
@@ -265,9 +264,12 @@ class InsertAtTop:
         while lines[at].blank:
             at += 1
         indent = lines[at].indent
-        if lines[at].text.lstrip().startswith('"""'):
-            while not lines[at].text.rstrip().endswith('"""'):
+        text = lines[at].text.strip()
+        if text.startswith('"""'):
+            text = text[3:]
+            while not text.endswith('"""'):
                 at += 1
+                text = lines[at].text.rstrip()
             at += 1
         return [*lines[:at], Line(self.text).moved_by(indent), *lines[at:]]
 
@@ -290,6 +292,37 @@ class InsertInLine:
             raise Inapplicable(f"line {self.line} has no `{self.after}`")
         new = replace(lines[at], text=before + found + self.text + behind)
         return [*lines[:at], new, *lines[at + 1 :]]
+
+
+@dataclass(frozen=True)
+class ReplaceLine:
+    """Write text of our own in the place of a line that is a statement of its own."""
+
+    line: int
+    text: str
+
+    def anchors(self) -> tuple[int, ...]:
+        return (self.line,)
+
+    def apply(self, lines: list[Line]) -> list[Line]:
+        at = _position(lines, self.line)
+        new = replace(lines[at], text=" " * lines[at].indent + self.text)
+        return [*lines[:at], new, *lines[at + 1 :]]
+
+
+@dataclass(frozen=True)
+class IfThere:
+    """Another operation, but only where a line has not been deleted."""
+
+    line: int
+    operation: Operation
+
+    def anchors(self) -> tuple[int, ...]:
+        return self.operation.anchors()
+
+    def apply(self, lines: list[Line]) -> list[Line]:
+        there = any(self.line in line.stock for line in lines)
+        return self.operation.apply(lines) if there else lines
 
 
 @dataclass(frozen=True)
@@ -351,19 +384,27 @@ class ReplaceNames:
 class WrapLines:
     """Put lines below a header of our own, indented.
 
-    With ``within`` they may be anywhere in the block that this line opens.
+    With ``within`` they may be anywhere in the block that this line opens; with ``behind`` they
+    must come right behind the statement in these lines, the first and the last.
     """
 
     first: int
     last: int
     header: str
     within: int | None = None
+    behind: tuple[int, int] | None = None
 
     def anchors(self) -> tuple[int, ...]:
-        return (self.first if self.within is None else self.within,)
+        first = self.first if self.within is None else self.within
+        return (first,) if self.behind is None else (self.behind[0], first)
 
     def apply(self, lines: list[Line]) -> list[Line]:
         start, stop = _extent(lines, self.first, self.last)
+        if self.behind is not None:
+            _, end = _extent(lines, *self.behind)
+            same = lines[_position(lines, self.behind[0])].indent == lines[start].indent
+            if not same or not all(line.blank for line in lines[end:start]):
+                raise Inapplicable(f"line {self.first} is not right behind {self.behind[1]}")
         loop = self.within
         if loop is not None and _position(lines, loop) not in _headers(lines, start):
             raise Inapplicable(f"line {self.first} is outside of the block it was in")

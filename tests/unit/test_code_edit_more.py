@@ -19,9 +19,11 @@ from vllm_cgfix.code_edit import (
     AddParameter,
     EditFunction,
     EditRefused,
+    Guard,
     Insert,
     OneOf,
     Replace,
+    Unchanged,
     Wrap,
     function_names,
 )
@@ -90,6 +92,17 @@ def test_replace_anywhere_and_ambiguous():
         edited_text("def f():\n x = g(1) + g(2)\n", Replace("g(...)", by="h()"))
 
 
+def test_replace_what_is_given_a_value():
+    text = edited_text(
+        "def f(a, n):\n a[-1] += n\n b[0] = n\n",
+        Replace("a[-1]", by="a[n:]", within="a[-1] += n"),
+        Replace("b[0]", by="c", within="b[0] = n"),
+    )
+    assert text == "def f(a, n):\n    a[n:] += n\n    c = n"
+    with pytest.raises(EditRefused, match=r"`g\(\)` cannot be given a value"):
+        edited_text("def f(a):\n a[-1] += 1\n", Replace("a[-1]", by="g()"))
+
+
 def test_add_keyword():
     source = "def f(a, b):\n return g(1, k=2)\n"
     assert edited_text(source, AddKeyword("g(...)", "skip", "a or b")).endswith(
@@ -130,6 +143,55 @@ def test_wrap_every_place_or_none():
         edited_text(source, Wrap("g(...)", context="s()", within=within))
     text = edited_text(source, Wrap("g(3)", context="s()", within=within))
     assert text.endswith("if a:\n        with s():\n            g(3)")
+
+
+LOOP = textwrap.dedent(
+    """
+    def f(self):
+        while True:
+            if idle:
+                continue
+            {work}
+            self.ask()
+    """
+)
+
+
+@pytest.mark.parametrize("work", ["self.work()", "with log():\n            self.work()"])
+def test_guard(work):
+    pattern = work.replace("            ", " ")
+    text = edited_text(
+        LOOP.format(work=work), Guard(pattern, "self.awake", after="if idle:\n continue")
+    )
+    guarded = work.replace("            ", " " * 16)
+    assert f"continue\n        if self.awake:\n            {guarded}\n        self.ask()" in text
+
+
+@pytest.mark.parametrize(
+    ("work", "reason"),
+    [
+        ("other()\n        self.work()", "expected one place"),
+        ("with log():\n            self.work()", "expected one place"),
+        ("self.work()\n        self.work()", "expected one place like .*, found 2"),
+        ("self.work()\n        if other:\n            self.work()", "like .*, found 2"),
+        ("self.work(x := 1)", "`x` would not always get its value"),
+    ],
+)
+def test_guard_of_something_else_is_refused(work, reason):
+    pattern = "self.work(...)" if "x :=" in work else "self.work()"
+    with pytest.raises(EditRefused, match=reason):
+        edited_text(
+            LOOP.format(work=work), Guard(pattern, "self.awake", after="if idle:\n continue")
+        )
+
+
+def test_guard_knows_copies_of_what_is_within():
+    work = "with log():\n            self.work()\n        self.work()"
+    with pytest.raises(EditRefused, match=r"expected one place like `with log.*found 2"):
+        edited_text(
+            LOOP.format(work=work),
+            Guard("with log():\n self.work()", "self.awake", after="if idle:\n continue"),
+        )
 
 
 @pytest.mark.parametrize("use", ["helper = 1", "print(helper)", "def helper(): pass"])
@@ -329,4 +391,26 @@ def test_the_one_alternative_that_is_possible(load):
         editor.set_active({"fix": (OneOf(((other,), (other,))),)})
     with pytest.raises(EditRefused, match="several alternatives"):
         editor.set_active({"fix": (OneOf(((good,), (good,))),)})
+    assert module.relay(1) == (1, 2)
+
+
+def test_an_alternative_in_which_nothing_is_to_be_done(load):
+    module = load(SOURCE)
+    editor = editor_of(module)
+    edit = EditFunction("relay", (Replace("value + 1", by="value - 1"),))
+    choice = OneOf(
+        (
+            (EditFunction("create", (Replace("missing", by="None"),)),),
+            (Unchanged("create", "return Context(name, size=size)"),),
+        )
+    )
+    stock = module.create.__code__
+    editor.set_active({"fix": (edit, choice)})
+    assert module.relay(1) == (1, 0)
+    assert module.create.__code__ is stock
+    assert editor.is_live("fix")
+    editor.set_active({})
+    other = OneOf(((Unchanged("create", "return Context(name)"),),))
+    with pytest.raises(EditRefused, match=r"create: its body is not `return Context\(name\)`"):
+        editor.set_active({"fix": (edit, other)})
     assert module.relay(1) == (1, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 
 import pytest
@@ -83,6 +84,44 @@ def test_unknown_source_names_the_file_and_the_ways_on(decide, files, reason):
     pending = decide(files, unverified=True)
     assert pending.state is State.PENDING
     assert reason in pending.notes[0]
+
+
+OTHER = "vllm/worker/loras.py"
+IN_ONE_RELEASE = dataclasses.replace(
+    FIX,
+    edits=FIX.edits | {"vllm.worker.loras": (EditFunction("map", ()),)},
+    only_in={"vllm.worker.loras": ("2.1",)},
+)
+IN_ONE_TABLE = ReleaseTable(
+    TABLE.releases,
+    {
+        EDITED: {"absent": ["1.0"], sha("run 2"): ["2.0", "2.1"], sha("run 3"): ["3.0"]},
+        WITNESS: TABLE.files[WITNESS],
+        OTHER: {"absent": ["1.0", "2.0"], sha("lora"): ["2.1", "3.0"]},
+    },
+)
+
+
+@pytest.mark.parametrize(
+    ("files", "modules"),
+    [
+        ({EDITED: "run 2"}, ["runner"]),
+        ({EDITED: "run 2", OTHER: "lora"}, ["runner", "loras"]),
+        # By the structure: what the known files belong to tells the modules.
+        ({EDITED: "run 2!"}, ["runner"]),
+        ({EDITED: "run 2!", OTHER: "lora"}, ["runner", "loras"]),
+        ({EDITED: "run 2!", OTHER: "lora!"}, ["runner", "loras"]),
+    ],
+)
+def test_a_module_that_only_some_releases_have_edited(tmp_path, files, modules):
+    for path, text in {**files, WITNESS: "table"}.items():
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    decider = Decider(Installation(str(tmp_path / "vllm")), IN_ONE_TABLE)
+    status = decider.decide(IN_ONE_RELEASE, unverified=True)
+    assert status.state is State.PENDING
+    assert [*status.fix.edits] == [f"vllm.worker.{module}" for module in modules]
 
 
 def test_a_file_that_cannot_be_read(decide, tmp_path):

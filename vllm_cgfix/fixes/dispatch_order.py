@@ -25,6 +25,14 @@ from typing import TYPE_CHECKING, Any
 
 from ..code_edit import EditFunction, Insert, Move, Rename, Wrap
 from ..fix import Fix
+from .v1_dummy_run import (
+    BUILD_METADATA,
+    MODULE,
+    NO_METADATA,
+    QUALNAME,
+    null_block_tables,
+    pad_slots,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -69,12 +77,9 @@ def prepare_dummy_batch(runner: Any, batch_descriptor: Any, batch: DummyBatch) -
     """
     if batch_descriptor is not None and batch_descriptor.num_tokens != batch.num_tokens:
         batch = _batch_of(runner, batch_descriptor, batch.ubatch_slices)
-    for table in runner.input_batch.block_table.block_tables:
-        table.slot_mapping.gpu.fill_(-1)
-        # The rows of live requests are copied anew before each real step. On a CPU runner the
-        # two buffers are one, and clearing it would lose them; there are no graphs there.
-        if table.block_table.gpu is not table.block_table.cpu:
-            table.block_table.gpu[: batch.num_reqs].fill_(0)
+    block_table = runner.input_batch.block_table
+    pad_slots(block_table)
+    null_block_tables(block_table, batch.num_reqs)
     return batch
 
 
@@ -130,8 +135,6 @@ _cg_mode, batch_descriptor = (
 if cudagraph_runtime_mode is not None: ...
 else: ...
 """
-_NO_METADATA = "attn_metadata: ... = None"
-_BUILD_METADATA = "if force_attention or cudagraph_runtime_mode == CUDAGraphMode.FULL: ..."
 # All in a row: what comes between could rely on the old names.
 _FILL_BUFFERS = """\
 self.seq_lens.np[:num_reqs] = seq_lens
@@ -162,11 +165,11 @@ FIX = Fix(
     scope="V1 runner",
     releases=("0.11.0", "0.11.1", "0.11.2"),
     edits={
-        "vllm.v1.worker.gpu_model_runner": (
+        MODULE: (
             EditFunction(
-                "GPUModelRunner._dummy_run",
+                QUALNAME,
                 (
-                    Move(_ASK_DISPATCHER, before=f"{_NO_METADATA}\n{_BUILD_METADATA}"),
+                    Move(_ASK_DISPATCHER, before=f"{NO_METADATA}\n{BUILD_METADATA}"),
                     Rename(
                         start=_FILL_BUFFERS,
                         names={
@@ -201,7 +204,7 @@ FIX = Fix(
                             "self.query_start_loc.np[1 : dummy_batch.num_reqs + 1] = cum_num_tokens"
                         ),
                     ),
-                    Wrap(_BUILD_METADATA, context="self.synchronize_input_prep()"),
+                    Wrap(BUILD_METADATA, context="self.synchronize_input_prep()"),
                 ),
             ),
         ),

@@ -61,6 +61,11 @@ class Outcome:
         return [f"{r['name']}: {r['detail']}" for r in self.requirements if not r["ok"]]
 
 
+def reproduction_of(fix: Fix) -> str:
+    """The name of the module that is the reproduction of a fix."""
+    return f"{__name__}.{fix.id.replace('-', '_')}"
+
+
 def reproduce(
     fix: Fix,
     *,
@@ -85,7 +90,7 @@ def reproduce(
     variables = {k: v for k, v in inherited.items() if not k.startswith("VLLM_CGFIX")}
     variables.pop("PYTHONDONTWRITEBYTECODE", None)  # else vLLM is compiled anew in every run
     variables["VLLM_CGFIX"] = fix.id if with_plugin else "off"
-    module = f"{__name__}.{fix.id.replace('-', '_')}"
+    module = reproduction_of(fix)
     try:
         process = subprocess.run(
             [sys.executable, "-m", module, "--json", *arguments],

@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from tabulate import tabulate
@@ -23,26 +23,22 @@ from tabulate import tabulate
 import vllm_cgfix
 
 from . import cpu, print_outcome
-from .v1_runner import ForwardPass, LiveRequest, Plan, Probe, as_dict
+from .idle_batches import (
+    IdleBatch,
+    Scenario,
+    live_request_untouched,
+    observe_idle_batches,
+    open_probe,
+    shortened,
+    stock_collectives,
+    tokens_of,
+    unprotected,
+)
+from .v1_runner import ForwardPass, Plan
 
 MISSING_METADATA = "FULL graph replayed without attention metadata"
 # The releases that the fix is for.
 FIXED_RELEASES = "0.11."
-PADDED_TO = (1, 8, 64)
-
-
-@dataclasses.dataclass(frozen=True)
-class Scenario:
-    """A kind of runner, and the idle batches it is observed with."""
-
-    name: str
-    mode: str = "FULL_DECODE_ONLY"
-    max_num_seqs: int = 64
-    uniform_decode_query_len: int = 1
-    kv_cache_groups: int = 1
-    microbatches: bool = False
-    last_steps: tuple[str, ...] = ("decode",)
-    padded_to: tuple[int, ...] = PADDED_TO
 
 
 # The bug and its absence show here on every release.
@@ -65,30 +61,6 @@ MODES: dict[str, dict[str, Any]] = {
     "mode FULL": {"cudagraph_runtime_mode": "FULL"},
     "is_profile": {"is_profile": True},
 }
-
-
-@dataclasses.dataclass
-class IdleBatch:
-    """One idle batch: where it ran, its forward pass, and the pass that captured its graph.
-
-    ``capture`` is None when no FULL graph was dispatched. ``live_blocks_kept``: the host's block
-    tables are as before. ``next_step_kept``: the next real step prepares what it would have
-    prepared without the dummy batch. ``stock_collectives``: how often a stock release asks the
-    other ranks; a rank that asked more or less often would leave them waiting.
-    """
-
-    scenario: str
-    last_step: str
-    padded_to: int
-    forward: ForwardPass
-    capture: ForwardPass | None
-    live_blocks_kept: bool
-    next_step_kept: bool
-    stock_collectives: int
-
-    def __str__(self) -> str:
-        padding = "alone" if self.padded_to == 1 else f"padded to {self.padded_to}"
-        return f"{self.scenario}, after a {self.last_step}, {padding}"
 
 
 def observe() -> dict[str, Any]:
@@ -125,121 +97,21 @@ def observe() -> dict[str, Any]:
 
 def observe_modes() -> dict[str, ForwardPass]:
     """``_dummy_run(4)`` for each way to give the mode, with FULL graphs for mixed batches."""
-    with _probe(Scenario("modes", mode="FULL")) as probe:
+    with open_probe(Scenario("modes", mode="FULL")) as probe:
         return {
             call: probe.dummy_run(4, **_with_mode(arguments)) for call, arguments in MODES.items()
         }
 
 
-def observe_idle_batches(scenario: Scenario) -> list[IdleBatch]:
-    """An idle batch after each kind of real step, for each size that another rank may have."""
-    with _probe(scenario) as probe:
-        capture = _Captures(probe, scenario)
-        return [
-            _observe_idle_batch(probe, scenario, capture, last_step, padded_to)
-            for last_step in scenario.last_steps
-            for padded_to in scenario.padded_to
-        ]
-
-
-def _observe_idle_batch(
-    probe: Probe, scenario: Scenario, captures: _Captures, last_step: str, padded_to: int
-) -> IdleBatch:
-    undisturbed = _live_request(probe, "undisturbed", last_step)
-    expected = undisturbed.decode().inputs()
-    undisturbed.finish()
-
-    live = _live_request(probe, "live", last_step)
-    blocks = _host_block_tables(probe)
-    # Two microbatches need a batch of their own that is large enough to be split.
-    num_tokens = padded_to if scenario.microbatches else 1
-    with probe.input_preparation_event(), probe.busy_rank(padded_to):
-        forward = probe.dummy_run(num_tokens, uniform_decode=True)
-    live_blocks_kept = _host_block_tables(probe) == blocks
-    next_step_kept = live.decode().inputs() == expected
-    live.finish()
-    return IdleBatch(
-        scenario=scenario.name,
-        last_step=last_step,
-        padded_to=padded_to,
-        forward=forward,
-        capture=captures.of(forward),
-        live_blocks_kept=live_blocks_kept,
-        next_step_kept=next_step_kept,
-        stock_collectives=2 if scenario.microbatches and probe.agrees_on_microbatches_first else 1,
-    )
-
-
-def _live_request(probe: Probe, req_id: str, last_step: str) -> LiveRequest:
-    request = LiveRequest(probe, req_id)
-    request.prefill()
-    if last_step == "decode":
-        request.decode()
-    return request
-
-
-def _host_block_tables(probe: Probe) -> list[Any]:
-    return [
-        (
-            table.block_table_cpu if hasattr(table, "block_table_cpu") else table.block_table.cpu
-        ).tolist()  # 0.10.2 has no CpuGpuBuffer here
-        for table in probe.runner.input_batch.block_table.block_tables
-    ]
-
-
 def observe_nested_event() -> list[str] | None:
     """The event's log for a dummy batch inside ``synchronize_input_prep``, as the external
     launcher runs it from 0.11.1 on. None where the runner has no such method (0.10.2)."""
-    with _probe(Scenario("nested event")) as probe:
+    with open_probe(Scenario("nested event")) as probe:
         if not hasattr(probe.runner, "synchronize_input_prep"):
             return None
         with probe.input_preparation_event(), probe.runner.synchronize_input_prep():
             forward = probe.dummy_run(1, uniform_decode=True)
         return forward.events  # with the outer record
-
-
-class _Captures:
-    """The forward pass that captures each graph, recorded before any request is live."""
-
-    def __init__(self, probe: Probe, scenario: Scenario) -> None:
-        self._passes: dict[tuple[int, bool], ForwardPass] = {}
-        for num_tokens, uniform in _full_graphs(probe):
-            with contextlib.ExitStack() as stack:
-                if scenario.microbatches:
-                    stack.enter_context(probe.busy_rank(num_tokens))
-                self._passes[num_tokens, uniform] = probe.dummy_run(
-                    num_tokens, **_with_mode(MODES["mode FULL"]), uniform_decode=uniform
-                )
-
-    def of(self, forward: ForwardPass) -> ForwardPass | None:
-        if forward.mode != "FULL" or forward.descriptor is None:
-            return None
-        return self._passes[forward.descriptor["num_tokens"], _is_uniform(forward.descriptor)]
-
-
-def _full_graphs(probe: Probe) -> list[tuple[int, bool]]:
-    keys = probe.runner.cudagraph_dispatcher.cudagraph_keys[cpu.cudagraph_mode("FULL")]
-    return sorted((key.num_tokens, _is_uniform(as_dict(key))) for key in keys)
-
-
-def _is_uniform(descriptor: dict[str, Any]) -> bool:
-    # "uniform_decode" up to 0.11
-    return bool(descriptor.get("uniform", descriptor.get("uniform_decode")))
-
-
-@contextlib.contextmanager
-def _probe(scenario: Scenario) -> Iterator[Probe]:
-    config = cpu.make_config(max_num_seqs=scenario.max_num_seqs)
-    config.parallel_config.enable_dbo = scenario.microbatches
-    with cpu.single_process_group(config):
-        yield Probe(
-            cpu.make_v1_runner(
-                config,
-                scenario.mode,
-                uniform_decode_query_len=scenario.uniform_decode_query_len,
-                kv_cache_groups=scenario.kv_cache_groups,
-            )
-        )
 
 
 def _with_mode(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -268,7 +140,7 @@ def _planned_for_the_descriptor(batch: IdleBatch, capture: ForwardPass) -> str |
 
 
 def _query_start_loc_ends_at_the_tokens(batch: IdleBatch, capture: ForwardPass) -> str | None:
-    num_reqs, num_tokens = _requests(capture), _tokens(capture)
+    num_reqs, num_tokens = _requests(capture), tokens_of(capture)
     for side, starts in (
         ("gpu", batch.forward.query_start_loc),
         ("cpu", batch.forward.query_start_loc_cpu),
@@ -296,7 +168,7 @@ def _seq_lens_of_the_requests(batch: IdleBatch, capture: ForwardPass) -> str | N
 
 def _no_slot(batch: IdleBatch, capture: ForwardPass) -> str | None:
     written = [
-        [slot for slot in slots[: _tokens(capture)] if slot != -1]
+        [slot for slot in slots[: tokens_of(capture)] if slot != -1]
         for slots in batch.forward.slot_mapping
     ]
     return f"slots by KV cache group: {written}" if any(written) else None
@@ -310,32 +182,7 @@ def _null_block(batch: IdleBatch, capture: ForwardPass) -> str | None:
 
 
 def _event_respected(batch: IdleBatch, capture: ForwardPass) -> str | None:
-    return _unprotected(batch.forward.events)
-
-
-def _unprotected(events: list[str]) -> str | None:
-    depth, protected = 0, 0
-    for event in events:
-        if event == "synchronize":
-            depth += 1
-        elif event == "record":
-            depth -= 1
-        elif depth < 1:
-            return f"{event} outside synchronize and record"
-        else:
-            protected += 1
-    return None if protected else "the pinned buffers are not written"
-
-
-def _stock_collectives(batch: IdleBatch, capture: ForwardPass) -> str | None:
-    count = batch.forward.collectives
-    return None if count == batch.stock_collectives else f"{count}, not {batch.stock_collectives}"
-
-
-def _live_request_untouched(batch: IdleBatch, capture: ForwardPass) -> str | None:
-    if not batch.live_blocks_kept:
-        return "the host's block table has changed"
-    return None if batch.next_step_kept else "the next real step prepares other inputs"
+    return unprotected(batch.forward.events)
 
 
 def _seq_lens_before_model_kwargs(batch: IdleBatch, capture: ForwardPass) -> str | None:
@@ -352,8 +199,8 @@ REQUIREMENTS: dict[str, Callable[[IdleBatch, ForwardPass], str | None]] = {
     "every slot of a FULL dummy batch is -1": _no_slot,
     "block-table rows are the null block": _null_block,
     "pinned buffers are written between synchronize and record": _event_respected,
-    "collectives are as many as in stock vLLM": _stock_collectives,
-    "the live request is untouched": _live_request_untouched,
+    "collectives are as many as in stock vLLM": lambda batch, _: stock_collectives(batch),
+    "the live request is untouched": lambda batch, _: live_request_untouched(batch),
     "seq_lens are filled before _init_model_kwargs": _seq_lens_before_model_kwargs,
 }
 NESTED_EVENT = "a dummy batch may run inside synchronize_input_prep"
@@ -362,11 +209,6 @@ NESTED_EVENT = "a dummy batch may run inside synchronize_input_prep"
 def _requests(capture: ForwardPass) -> int:
     """Requests of the graph, all microbatches together."""
     return sum(plan.num_reqs for plan in capture.plans if plan.kv_cache_group == 0)
-
-
-def _tokens(capture: ForwardPass) -> int:
-    assert capture.descriptor is not None
-    return int(capture.descriptor["num_tokens"])
 
 
 def check_requirements(
@@ -389,7 +231,7 @@ def check_requirements(
         ]
         results.append({"name": name, "ok": not wrong, "detail": "; ".join(wrong)})
     if nested_event is not None:
-        detail = _unprotected(nested_event)
+        detail = unprotected(nested_event)
         results.append({"name": NESTED_EVENT, "ok": detail is None, "detail": detail or ""})
     return results
 
@@ -413,7 +255,7 @@ def _summary(forward: ForwardPass) -> dict[str, Any]:
 def _row(batch: IdleBatch) -> dict[str, Any]:
     forward, capture = batch.forward, batch.capture
     num_reqs = 1 if capture is None else _requests(capture)
-    num_tokens = forward.num_input_tokens if capture is None else _tokens(capture)
+    num_tokens = forward.num_input_tokens if capture is None else tokens_of(capture)
     return {
         "scenario": batch.scenario,
         "last_step": batch.last_step,
@@ -442,13 +284,13 @@ def _table(observations: dict[str, Any], requirements: list[dict[str, Any]]) -> 
     batches = []
     for row in observations["idle_batches"]:
         slots = sorted({slot for group in row["slot_mapping"] for slot in group})
-        event = "-" if row["mode"] != "FULL" else _unprotected(row["events"]) or "respected"
+        event = "-" if row["mode"] != "FULL" else unprotected(row["events"]) or "respected"
         padded_to = "alone" if row["padded_to"] == 1 else row["padded_to"]
         batches.append(
             [
                 f"{row['scenario']}, after a {row['last_step']}",
                 *(padded_to, row["mode"], _metadata(row)),
-                *(_shortened(slots), _shortened(row["query_start_loc"]), event),
+                *(shortened(slots), shortened(row["query_start_loc"]), event),
             ]
         )
     lines = [
@@ -476,11 +318,6 @@ def _metadata(row: dict[str, Any]) -> str:
     if row["metadata"] is None:
         return "none"
     return ", ".join(sorted({kind for ubatch in row["metadata"] for kind in ubatch.values()}))
-
-
-def _shortened(numbers: list[int], length: int = 6) -> str:
-    more = ", ..." if len(numbers) > length else ""
-    return f"[{', '.join(map(str, numbers[:length]))}{more}]"
 
 
 def main(arguments: list[str] | None = None) -> int:

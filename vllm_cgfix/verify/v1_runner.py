@@ -24,10 +24,14 @@ FIRST_BLOCK = 3  # block 0 is vLLM's null block: a live request never owns it
 
 @dataclasses.dataclass
 class Plan:
-    """What the runner handed to one metadata builder (``CommonAttentionMetadata``)."""
+    """What the runner handed to one metadata builder (``CommonAttentionMetadata``).
+
+    ``for_capture``: to its ``build_for_cudagraph_capture``, not to its ``build``.
+    """
 
     kv_cache_group: int
     ubatch: int
+    for_capture: bool
     num_reqs: int
     num_actual_tokens: int
     max_query_len: int
@@ -44,7 +48,8 @@ class ForwardPass:
     """What a forward pass of the model finds; the buffers whole, as a replayed graph sees them.
 
     ``metadata`` is None, or for each microbatch (one without DBO) a mapping from layer to the type
-    of its metadata. ``slot_mapping`` and ``block_table`` have one entry a KV cache group.
+    of its metadata. ``slot_mapping`` and ``block_table`` have one entry a KV cache group;
+    ``context_slot_mapping`` is what the forward context has for each layer (from 0.15).
     """
 
     mode: str
@@ -57,6 +62,7 @@ class ForwardPass:
     query_start_loc_cpu: list[int]
     seq_lens: list[int]
     slot_mapping: list[list[int]]
+    context_slot_mapping: list[list[int]]
     block_table: list[list[list[int]]]
     plans: list[Plan]
     seq_lens_at_model_kwargs: list[int]
@@ -150,6 +156,7 @@ class Probe:
                 query_start_loc_cpu=runner.query_start_loc.cpu.tolist(),
                 seq_lens=device_tensor(runner.seq_lens).tolist(),
                 slot_mapping=[device_tensor(table.slot_mapping).tolist() for table in tables],
+                context_slot_mapping=_context_slot_mapping(context),
                 block_table=[device_tensor(table.block_table).tolist() for table in tables],
                 plans=self._plans,
                 seq_lens_at_model_kwargs=self._seq_lens_at_model_kwargs,
@@ -179,7 +186,8 @@ class Probe:
                     for value in (*args, *kwargs.values())
                     if hasattr(value, "num_actual_tokens")
                 )
-                self._plans.append(_plan(common, kv_cache_group, ubatch))
+                for_capture = method == "build_for_cudagraph_capture"
+                self._plans.append(_plan(common, kv_cache_group, ubatch, for_capture))
             builder._listening = True
             try:
                 return original(*args, **kwargs)
@@ -272,6 +280,12 @@ class Probe:
                 restore()
 
 
+def _context_slot_mapping(context: Any) -> list[list[int]]:
+    by_layer = getattr(context, "slot_mapping", None) or {}
+    ubatches = by_layer if isinstance(by_layer, list) else [by_layer]
+    return [slots.tolist() for ubatch in ubatches for slots in ubatch.values()]
+
+
 class _Model(torch.nn.Module):  # torch is not typed here
     """Stands for the model: records, and computes nothing."""
 
@@ -332,10 +346,11 @@ def _log_writes(buffer: Any, name: str, log: Callable[[str], None]) -> Callable[
     return restore
 
 
-def _plan(common: Any, kv_cache_group: int, ubatch: int) -> Plan:
+def _plan(common: Any, kv_cache_group: int, ubatch: int, for_capture: bool) -> Plan:
     return Plan(
         kv_cache_group=kv_cache_group,
         ubatch=ubatch,
+        for_capture=for_capture,
         num_reqs=int(common.num_reqs),
         num_actual_tokens=int(common.num_actual_tokens),
         max_query_len=int(common.max_query_len),
@@ -355,9 +370,12 @@ class LiveRequest:
         probe: the runner to drive.
         req_id: unique among the runner's requests.
         num_prompt_tokens: length of the prompt.
+        place: a number that no other live request has, for its blocks.
     """
 
-    def __init__(self, probe: Probe, req_id: str, num_prompt_tokens: int = 100) -> None:
+    def __init__(
+        self, probe: Probe, req_id: str, num_prompt_tokens: int = 100, place: int = 0
+    ) -> None:
         self._probe = probe
         self._output = importlib.import_module("vllm.v1.core.sched.output")
         self.req_id = req_id
@@ -366,13 +384,16 @@ class LiveRequest:
         config = probe.runner.vllm_config
         length = config.model_config.max_model_len // config.cache_config.block_size
         groups = len(probe.runner.kv_cache_config.kv_cache_groups)
-        self.block_ids = tuple(
-            list(range(FIRST_BLOCK + group * length, FIRST_BLOCK + (group + 1) * length))
-            for group in range(groups)
-        )
+        first = [FIRST_BLOCK + (place * groups + group) * length for group in range(groups)]
+        self.block_ids = tuple(list(range(start, start + length)) for start in first)
 
-    def prefill(self) -> ForwardPass:
-        """The whole prompt in one step."""
+    def prefill(self, beside: LiveRequest | None = None) -> ForwardPass:
+        """The whole prompt in one step.
+
+        Args:
+            beside: a request that decodes in the same step; one that has no part in a step is
+                taken out of the runner's batch.
+        """
         sampling = importlib.import_module("vllm.sampling_params").SamplingParams
         request = _construct(
             self._output.NewRequestData,
@@ -382,11 +403,22 @@ class LiveRequest:
             block_ids=self.block_ids,
             num_computed_tokens=0,
         )
-        return self._step(self.num_prompt_tokens, scheduled_new_reqs=[request])
+        decoding = {} if beside is None else {"scheduled_cached_reqs": beside._one_more_token()}
+        tokens = {} if beside is None else {beside.req_id: 1}
+        return self._step(self.num_prompt_tokens, tokens, scheduled_new_reqs=[request], **decoding)
 
-    def decode(self) -> ForwardPass:
-        """One more token."""
-        request = _construct(
+    def decode(self, finished: LiveRequest | None = None) -> ForwardPass:
+        """One more token.
+
+        Args:
+            finished: a request that leaves the runner's batch with this step.
+        """
+        gone = set() if finished is None else {finished.req_id}
+        cached = self._one_more_token()
+        return self._step(1, {}, scheduled_cached_reqs=cached, finished_req_ids=gone)
+
+    def _one_more_token(self) -> Any:
+        return _construct(
             self._output.CachedRequestData,
             req_ids=[self.req_id],
             resumed_from_preemption=[False],
@@ -395,16 +427,15 @@ class LiveRequest:
             num_computed_tokens=[self.num_computed_tokens],
             num_output_tokens=[self.num_computed_tokens - self.num_prompt_tokens + 1],
         )
-        return self._step(1, scheduled_cached_reqs=request)
 
     def finish(self) -> None:
         """Take the request out of the runner's batch."""
         self._probe.runner.execute_model(self._schedule(finished_req_ids={self.req_id}))
 
-    def _step(self, num_tokens: int, **scheduled: Any) -> ForwardPass:
+    def _step(self, num_tokens: int, others: dict[str, int], **scheduled: Any) -> ForwardPass:
         output = self._schedule(
-            num_scheduled_tokens={self.req_id: num_tokens},
-            total_num_scheduled_tokens=num_tokens,
+            num_scheduled_tokens={**others, self.req_id: num_tokens},
+            total_num_scheduled_tokens=num_tokens + sum(others.values()),
             **scheduled,
         )
         self.num_computed_tokens += num_tokens

@@ -1,7 +1,8 @@
 """Skips what cannot run here, and runs the children that the selected tests need.
 
-Markers: ``release(*versions)``, the releases that a test is for; ``needs(*templates)``, its
-children, such as ``"kind/{case}/stock"`` for the test's parameter ``case``; ``core`` and
+Markers: ``release(*versions)``, the releases that a test is for; ``gpus(count)``, how many GPUs
+it needs where that is not one; ``needs(*templates)``, its children, such as
+``"kind/{case}/stock"`` for the test's parameter ``case``; ``core`` and
 ``extra``, for ``-m`` where time is short; ``may_not_start``, for what stock vLLM itself may be
 unable to start with dummy weights.
 """
@@ -20,6 +21,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Make the markers known."""
     for line in (
         "release(*versions): the vLLM releases that a GPU test is for",
+        "gpus(count): how many GPUs a GPU test needs, where that is not one",
         "needs(*templates): the child processes whose reports a GPU test reads",
         "core: a GPU test that is run first",
         "extra: a GPU test that is run where time is left",
@@ -31,8 +33,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the tests that need another machine or another release, with the reason."""
     for item in items:
-        marker = item.get_closest_marker("release")
-        reason = machine.why_not(*marker.args) if marker is not None else None
+        count = item.get_closest_marker("gpus")
+        release = item.get_closest_marker("release")
+        reason = machine.too_few_gpus(*count.args) if count is not None else None
+        if reason is None and release is not None:
+            reason = machine.why_not(*release.args)
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
 

@@ -22,23 +22,41 @@ _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
 
 
 @functools.cache
-def gpu() -> tuple[str, tuple[int, int]] | None:
-    """Name and compute capability of the first CUDA GPU; None where there is none."""
+def gpus() -> tuple[tuple[str, tuple[int, int]], ...]:
+    """Name and compute capability of each CUDA GPU."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return None
+        return ()
     count, device, name = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(100)
-    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
+    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+        return ()
+    found = []
+    for ordinal in range(count.value):
+        cuda.cuDeviceGet(ctypes.byref(device), ordinal)
+        cuda.cuDeviceGetName(name, len(name), device)
+        capability = []
+        for attribute in (_MAJOR, _MINOR):
+            value = ctypes.c_int()
+            cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+            capability.append(value.value)
+        found.append((name.value.decode(), (capability[0], capability[1])))
+    return tuple(found)
+
+
+def gpu() -> tuple[str, tuple[int, int]] | None:
+    """Name and compute capability of the first CUDA GPU; None where there is none."""
+    return next(iter(gpus()), None)
+
+
+def too_few_gpus(needed: int) -> str | None:
+    """Why a test that needs so many CUDA GPUs cannot run here; None if it can."""
+    words = ("no", "one", "two", "three")
+    count = len(gpus())
+    if count >= needed:
         return None
-    cuda.cuDeviceGet(ctypes.byref(device), 0)
-    cuda.cuDeviceGetName(name, len(name), device)
-    capability = []
-    for attribute in (_MAJOR, _MINOR):
-        value = ctypes.c_int()
-        cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
-        capability.append(value.value)
-    return name.value.decode(), (capability[0], capability[1])
+    verb = "is" if count == 1 else "are"
+    return f"needs {words[needed]} CUDA GPUs, here {verb} {words[count] if count else 'none'}"
 
 
 @functools.cache

@@ -68,6 +68,14 @@ def children(release: str) -> dict[str, Child]:
             DISPATCH,
             environ={"VLLM_ATTENTION_BACKEND": "FLASHINFER"},
         )
+        for backend in V1_BACKENDS:
+            plan += pair(
+                f"dp/{backend}",
+                "two_ranks",
+                DISPATCH,
+                environ={"VLLM_ATTENTION_BACKEND": backend},
+                timeout=480,
+            )
     if release == V1_PADDED:
         for scheduling in SCHEDULING:
             asynchronous = ["--async-scheduling"] if scheduling == "async" else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import itertools
 import json
 import subprocess
 import sys
@@ -14,9 +15,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from . import machine, plan
-from .children import Child, Children, Result, environment, table
-from .drivers import blocks, dispatch_order, engine, models, skip_attention
+from vllm_cgfix.fixes import CATALOGUE
+
+from . import machine, plan, test_two_gpus
+from .children import Child, Children, Result, environment, run, table
+from .drivers import blocks, dispatch_order, engine, models, skip_attention, two_ranks
 
 BLOCKS = 11
 
@@ -81,7 +84,7 @@ def test_every_release_has_a_plan() -> None:
     for release in plan.RELEASES:
         for child in plan.children(release).values():
             assert child.name.endswith("/stock") == (child.fix is None)
-    assert plan.children("0.10.2").keys() == {"verify/dispatch-order", "verify/skip-attention"}
+    assert plan.children("0.10.2").keys() == {f"verify/{fix.id}" for fix in CATALOGUE}
 
 
 def test_the_drivers_take_the_arguments_of_the_plan(tmp_path: Path, monkeypatch) -> None:
@@ -186,3 +189,177 @@ def test_a_watchdog_ends_the_process_and_says_why(tmp_path: Path) -> None:
     )
     assert ended.returncode == 3
     assert json.loads(path.read_text())["hang"].startswith("dummy batches: no end within")
+
+
+# --- two ranks ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("count", "reason"),
+    [
+        (0, "needs two CUDA GPUs, here are none"),
+        (1, "needs two CUDA GPUs, here is one"),
+        (2, None),
+        (8, None),
+    ],
+)
+def test_why_there_are_too_few_gpus(monkeypatch, count: int, reason: str | None) -> None:
+    monkeypatch.setattr(machine, "gpus", lambda: (("H", (9, 0)),) * count)
+    assert machine.too_few_gpus(2) == reason
+
+
+def test_ranks_have_work_in_the_same_waves() -> None:
+    busy, idle = (two_ranks.work(rank) for rank in range(two_ranks.RANKS))
+    assert tuple(busy) == tuple(idle) == two_ranks.PHASES
+    for phase in two_ranks.PHASES:
+        assert len(busy[phase]) == len(idle[phase]), "a rank without a request does not join"
+    (long,), (short,) = busy[two_ranks.IDLE], idle[two_ranks.IDLE]
+    assert long.max_tokens - short.max_tokens >= test_two_gpus.MANY
+    for waves in (busy, idle):
+        every = [p for wave in itertools.chain(*waves.values()) for p in wave.prompts]
+        assert max(map(len, every)) <= two_ranks.TOKEN_BUDGET, "a prefill in one step"
+        different = {tuple(prompt) for prompt in every}
+        assert len({prompt[0] for prompt in different}) == len(different), "no prefix is shared"
+        assert sum(map(len, different)) < two_ranks.NUM_BLOCKS * 16 / 2, "nothing is evicted"
+
+
+def test_ranks_do_not_look_for_the_same_ports(tmp_path: Path) -> None:
+    taken: list[int] = []
+    for index in range(2):
+        first = int(environment(Child("x/stock", "m"), tmp_path, index)["VLLM_PORT"])
+        both = [two_ranks.rank_environment(rank, first) for rank in range(two_ranks.RANKS)]
+        assert both[0]["VLLM_DP_MASTER_PORT"] == both[1]["VLLM_DP_MASTER_PORT"]
+        taken += [int(variables["VLLM_PORT"]) for variables in both]
+        taken.append(int(both[0]["VLLM_DP_MASTER_PORT"]))
+    # vLLM tries one after the other from VLLM_PORT on, and keeps ten from the master's.
+    assert all(b - a >= 10 for a, b in itertools.pairwise(taken)), taken
+
+
+class EngineCore:
+    """What an observer needs of an engine core and of its worker."""
+
+    def __init__(self) -> None:
+        self.scheduler = self.model_executor = None
+        self.cache = torch.zeros(2, two_ranks.NUM_BLOCKS, 16, 2, 8)
+        self.pool = SimpleNamespace(blocks=[block(0, 1, is_null=True), block(1), block(2, 0, "h")])
+        self.module = SimpleNamespace(set_forward_context=lambda *args, **kwargs: None)
+        self.written: list[int] = []
+        self.worker = SimpleNamespace(
+            model_runner=SimpleNamespace(kv_caches=[self.cache]),
+            execute_model=lambda output: None,
+            execute_dummy_batch=self.dummy_batch,
+        )
+
+    def dummy_batch(self) -> None:
+        self.module.set_forward_context(
+            None, cudagraph_runtime_mode=SimpleNamespace(name="FULL"), num_tokens=8
+        )
+        for number in self.written:
+            self.cache[1, number] += 1
+
+    def step(self, tokens: int) -> None:
+        self.worker.execute_model(SimpleNamespace(total_num_scheduled_tokens=tokens))
+
+    def call(self, function) -> object:
+        return function()
+
+
+def test_an_observer_sees_what_dummy_batches_write() -> None:
+    core = EngineCore()
+    observer = two_ranks.Observer(core.worker, core.pool, core.module)
+    core.step(5)
+    core.cache[0, 2] = 1  # a real step writes what it likes
+    core.written = [1, 2]
+    for _ in range(3):
+        core.step(0)
+        core.worker.execute_dummy_batch()
+    assert observer.end() == {
+        "real": 1,
+        "dummy": 3,
+        "stretches": 1,
+        "held": 1,
+        "changed_held": {"2": "prefix cache, layers 0"},
+        "contexts": {"FULL 8 without": 3},
+        "all_reduce": {},
+        "steps_per_second": None,
+    }
+
+
+def test_an_observer_forgives_real_steps_and_forgets_phases() -> None:
+    core = EngineCore()
+    observer = two_ranks.Observer(core.worker, core.pool, core.module)
+    for _ in range(two_ranks.WARM + 5):
+        core.worker.execute_dummy_batch()
+        core.step(1)
+        core.cache += 1
+    seen = observer.end()
+    assert seen["dummy"] == seen["real"] == seen["stretches"] == two_ranks.WARM + 5
+    assert seen["changed_held"] == {}
+    assert seen["steps_per_second"] > 0
+    observer.begin()
+    assert (observer.end()["real"], observer.end()["dummy"]) == (0, 0)
+
+
+def test_an_observer_tells_callers_apart() -> None:
+    core = EngineCore()
+    observer = two_ranks.Observer(core.worker, core.pool, core.module)
+    module = SimpleNamespace(all_reduce=lambda tensor, group=None: (tensor, group))
+    observer.count_calls(module, "all_reduce")
+    other = {"module": module, "__name__": "other"}
+    assert [eval("module.all_reduce(1, group=2)", other) for _ in range(3)] == [(1, 2)] * 3
+    module.all_reduce(1)
+    assert observer.end()["all_reduce"] == {"other": 3, __name__: 1}
+
+
+def test_the_engine_core_is_found_where_it_calls() -> None:
+    core = EngineCore()
+    assert core.call(lambda: core.call(two_ranks.engine_core)) is core
+    assert two_ranks.engine_core() is None
+
+
+def test_reports_of_ranks_are_merged() -> None:
+    well, stuck, broken = {"phase": "done"}, {"phase": "p", "hang": "p: no end"}, {"error": "E"}
+    assert two_ranks.merge([well, well], [0, 0]) == {"ranks": [well, well], "codes": [0, 0]}
+    assert two_ranks.merge([well, stuck], [None, 3])["hang"] == "rank 1: p: no end"
+    broke = two_ranks.merge([broken, well], [1, None])
+    assert "hang" not in broke
+    assert broke["problem"] == "rank 0: E in phase None"
+    assert two_ranks.merge([{}, {}], [-9, 0])["problem"].startswith("rank 0: exit code -9")
+
+
+def test_a_rank_does_not_outlive_one_that_failed(monkeypatch) -> None:
+    monkeypatch.setattr(two_ranks, "PATIENCE", 0.3)
+    codes = ("import time; time.sleep(60)", "raise SystemExit(3)")
+    processes = [subprocess.Popen([sys.executable, "-c", code]) for code in codes]
+    assert two_ranks.wait(processes) == [None, 3]
+    assert processes[0].returncode == -9
+
+
+def test_the_leader_says_what_became_of_the_ranks(tmp_path: Path) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm/__init__.py").write_text("raise ImportError('no vLLM today')")
+    path = f"{tmp_path}:{machine.import_folder(with_plugin=False)}"
+    child = Child("dp/stock", two_ranks.__name__, environ={"PYTHONPATH": path})
+    result = run(child, tmp_path / "run")
+    assert (result.status, result.exit_code) == ("failed", 1)
+    for rank in range(two_ranks.RANKS):
+        assert f"rank {rank}: ImportError: no vLLM today in phase 'import'" in result.why()
+
+
+def two_ranks_result(*again: int, repeated: int = 1, block: bool = False) -> Result:
+    """A result in which the second prompt's tokens are these when it is served again."""
+    first, second = [[[1]]] * 4, [[[2]], [[2 * repeated]], [[2]]]
+    tokens = {two_ranks.ALONE: first[:3] + second, two_ranks.AGAIN: [first[3], [list(again)]]}
+    held = {"7": "request"} if block else {}
+    phases = {phase: {"changed_held": held} for phase in two_ranks.PHASES}
+    return Result("x", "ok", report={"ranks": [{"tokens": tokens, "phases": phases}]})
+
+
+def test_answers_of_ranks_are_compared() -> None:
+    well = two_ranks_result(2)
+    assert test_two_gpus.repeatable(well)
+    assert set(test_two_gpus.unequal(well).values()) == {0}
+    assert test_two_gpus.changed(well) == {}
+    assert set(test_two_gpus.unequal(two_ranks_result(3)).values()) == {1}
+    assert not test_two_gpus.repeatable(two_ranks_result(2, repeated=2))
+    assert len(test_two_gpus.changed(two_ranks_result(2, block=True))) == len(two_ranks.PHASES)

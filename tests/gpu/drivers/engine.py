@@ -164,6 +164,11 @@ def block_pool(llm: Any) -> Any:
 
 
 def randomize_weights(llm: Any, seed: int = 0) -> None:
+    """Give an engine's model the weights of :func:`randomize`."""
+    randomize(runner(llm).model, seed)
+
+
+def randomize(model: Any, seed: int = 0) -> None:
     """Give a model weights with which its answer depends on all of its KV cache.
 
     Dummy weights are within 0.001: each layer's contribution vanishes against the embedding, and
@@ -172,7 +177,7 @@ def randomize_weights(llm: Any, seed: int = 0) -> None:
     """
     import torch
 
-    for index, (name, parameter) in enumerate(runner(llm).model.named_parameters()):
+    for index, (name, parameter) in enumerate(model.named_parameters()):
         if parameter.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             continue
         data = parameter.data

@@ -40,7 +40,7 @@ def drive(arguments: argparse.Namespace, report: engine.Report) -> None:
     report.put("plugin", engine.plugin_state())
     requests = llm.llm_engine
     watchdog = engine.Watchdog(report, arguments.watchdog)
-    contexts = Contexts(gpu_model_runner)
+    contexts = Contexts(gpu_model_runner, engine.runner(llm))
     done: list[str] = []
     begin = time.monotonic()
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.bench import plugin_cost
 from tests.bench.plugin_cost import RELEASES, SERVING_FUNCTIONS, SERVING_RELEASES
-from vllm_cgfix.fixes import CATALOGUE
+from tests.needs import modules, needed
 
 
 def test_every_figure_is_printed(
@@ -29,9 +29,9 @@ def test_every_figure_is_printed(
     for release in RELEASES:
         for what in ("decision", "of it import of wrapt", "of it imports of vllm_cgfix"):
             assert re.search(rf"on, {release}: {what} +[\d.]+ ms +[\d.]+ ms", printed)
-        needed = [fix for fix in CATALOGUE if release in fix.releases]
-        assert needed
-        for module in (module for fix in needed for module in fix.edits):
+        edited = modules(needed(release))
+        assert edited
+        for module in edited:
             name = re.escape(module.removeprefix("vllm."))
             row = rf"edit, {release}, [\d.]+ M objects: {name} +[\d.]+ ms +[\d.]+ ms"
             assert len(re.findall(row, printed)) == 2  # as it is, and with a large heap

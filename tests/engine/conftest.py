@@ -42,7 +42,7 @@ def stock_tokens(installed: Engine, tmp_path_factory: pytest.TempPathFactory) ->
     def run(folder: Path) -> None:
         folder.mkdir()
         stock = Engine(engine(), installed.model).generate(folder, **ONE_PROCESS)
-        assert stock.main["plugin"] == []
+        assert stock.main["plugin"] == stock.main["edited"] == []
         (folder / "tokens").write_text(json.dumps(stock.tokens))
 
     folder = once(shared_folder(tmp_path_factory) / "stock", run)
@@ -54,5 +54,5 @@ def stock_tokens(installed: Engine, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture(scope="session")
 def with_triton(installed: Engine, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     """The same with PyPI's Triton, which the V2 runner asks for."""
-    environment = with_plugin("triton", engine_with_triton, tmp_path_factory)
+    environment = with_plugin("triton", engine_with_triton, tmp_path_factory, install_witness)
     return Engine(environment, installed.model)

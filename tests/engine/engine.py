@@ -10,10 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.installs.environments import Environment, replace
+from tests.installs.environments import ENGINE_RELEASE, Environment, replace
+from tests.needs import functions, modules, needed
+from vllm_cgfix.fix import Fix
 
 from . import generate
 
+FIXES = needed(ENGINE_RELEASE)
+FUNCTIONS = {fix.id: functions(fix, ENGINE_RELEASE) for fix in FIXES}
+"""What each of them edits: module to qualified names."""
 VARIABLES = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
@@ -21,7 +26,7 @@ VARIABLES = {
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
     "VLLM_DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
-    "CGFIX_TEST_TARGETS": ",".join(generate.TARGETS),
+    "CGFIX_TEST_TARGETS": ",".join(modules(FIXES)),
 }
 ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 OPTIONS = {"max_model_len": 128, "max_num_seqs": 4, "enforce_eager": True}
@@ -51,6 +56,29 @@ class Run:
     def loaded_plugins(self) -> set[int]:
         """The processes in which vLLM loaded its plugins."""
         return {pid for pid, events in self.events.items() if "plugins" in events}
+
+    def applied(self, pid: int) -> list[Fix]:
+        """The needed fixes all of whose modules a process has imported, itself or by fork."""
+        return applied(self.events, pid)
+
+
+def applied(events: dict[int, list[str]], pid: int) -> list[Fix]:
+    """The needed fixes that must be applied in a process, by what the witness recorded."""
+
+    def imported(pid: int) -> set[str]:
+        found = set()
+        for event in events[pid]:
+            word, _, rest = event.partition(" ")
+            found |= {rest} if word == "import" else set()
+            found |= imported(int(rest)) if word == "fork" else set()
+        return found
+
+    names = imported(pid)
+    return [
+        fix
+        for fix in FIXES
+        if (any if fix.separate else all)(module in names for module in fix.edits)
+    ]
 
 
 def logged(output: str) -> dict[int, list[str]]:
@@ -166,7 +194,11 @@ class Engine:
             variables: of the environment.
         """
         llm = {"model": str(self.model), **OPTIONS}
-        everything = {"llm": llm, "how": how, **(wanted or {})}
+        names: dict[str, list[str]] = defaultdict(list)
+        for of_fix in FUNCTIONS.values():
+            for module, qualnames in of_fix.items():
+                names[module] += qualnames
+        everything = {"llm": llm, "how": how, "functions": names, **(wanted or {})}
         # vLLM keeps there what it finds out about a model in a process of its own.
         variables.setdefault("VLLM_CACHE_ROOT", str(self.model / "cache"))
         return Generating(self.environment, folder, everything, launcher, python, variables)

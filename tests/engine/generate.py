@@ -4,43 +4,59 @@ Runs in an environment that has vLLM, which is not that of the tests::
 
     python generate.py '{"llm": {"model": "FOLDER", "enforce_eager": true}}'
 
-The object may also have ``how`` (a list of words, see :func:`main`), ``prompts`` and ``max_tokens``
-(numbers), ``done`` (a file to write at the end) and ``wait_for`` (a file to wait for before it).
+The object may also have ``how`` (a list of words, see :func:`main`), ``functions`` (what the
+needed fixes edit: module to qualified names), ``prompts`` and ``max_tokens`` (numbers), ``done`` (a
+file to write at the end) and ``wait_for`` (a file to wait for before it).
 """
 
 from __future__ import annotations
 
+import importlib.machinery
+import inspect
 import json
 import os
 import sys
 import time
+from operator import attrgetter
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 # The first and the third end alike: their answers differ by what attention reads.
 PROMPTS = ([5, 6, 7, 8], [9, 10, 11], [17, 3, 7, 8], list(range(20, 60)))
 MARK = "RESULT "
-TARGETS = (
-    "vllm.forward_context",
-    "vllm.model_executor.layers.attention.attention",
-    "vllm.model_executor.layers.attention.mla_attention",
-    "vllm.v1.worker.gpu.cudagraph_utils",
-    "vllm.v1.worker.gpu_worker",
-)
-"""The modules that skip-attention edits, the one fix that 0.32.0 needs."""
 
 
-def describe(worker: Any = None) -> dict[str, Any]:
+def edited(functions: dict[str, list[str]]) -> list[str]:
+    """Of functions of imported modules, those that do not run what is in the module's file."""
+    found = set()
+    for name in functions.keys() & sys.modules.keys():
+        package = sys.modules[name.rpartition(".")[0]]
+        spec = importlib.machinery.PathFinder.find_spec(name, package.__path__)
+        stock = all_code(spec.loader.get_code(name))  # type: ignore[union-attr,arg-type]
+        for qualname in functions[name]:
+            code = inspect.unwrap(attrgetter(qualname)(sys.modules[name])).__code__
+            if code not in stock:
+                found.add(f"{name}:{qualname}")
+    return sorted(found)
+
+
+def all_code(code: CodeType) -> list[CodeType]:
+    """A code object and all those within."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return [code, *(found for each in inner for found in all_code(each))]
+
+
+def describe(worker: Any, functions: dict[str, list[str]]) -> dict[str, Any]:
     """This process: what the plugin says of it and has loaded, and which model runner it has."""
     plugin = sys.modules.get("vllm_cgfix")
     statuses = plugin.status() if plugin else []
-    context = sys.modules["vllm.forward_context"].ForwardContext
     return {
         "pid": os.getpid(),
         "states": {status.fix.id: status.state.value for status in statuses},
         "notes": {status.fix.id: status.notes for status in statuses},
         "reasons": {status.fix.id: status.reason for status in statuses},
-        "edited": "skip_attention" in context.__dataclass_fields__,
+        "edited": edited(functions),
         "plugin": sorted(name for name in sys.modules if name.startswith("vllm_cgfix")),
         "runner": worker and type(worker.model_runner).__module__,
         "dummy_batches": getattr(worker, "dummy_batches", 0),
@@ -85,11 +101,11 @@ def interpret_triton() -> None:
 def main() -> None:
     """Do what the command line says, and write one line with the result."""
     wanted = json.loads(sys.argv[1])
-    how = wanted.get("how", ())
+    how, functions = wanted.get("how", ()), wanted.get("functions", {})
     if "interpret triton" in how:
         interpret_triton()
     if "import first" in how:
-        for name in TARGETS:
+        for name in functions:
             # Unlike importlib.import_module(), which audit hooks do not hear of.
             __import__(name)
     from vllm import LLM, SamplingParams
@@ -106,8 +122,8 @@ def main() -> None:
         time.sleep(0.1)
     result = {
         "tokens": [list(answer.outputs[0].token_ids) for answer in answers],
-        "main": describe(),
-        "workers": llm.collective_rpc(describe),
+        "main": describe(None, functions),
+        "workers": llm.collective_rpc(describe, args=(functions,)),
     }
     # In one write, and on a line of its own: the other processes log to the same stream.
     os.write(1, f"\n{MARK}{json.dumps(result)}\n".encode())

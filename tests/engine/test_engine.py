@@ -7,40 +7,74 @@ import py_compile
 import socket
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import vllm_cgfix
-from tests.installs.environments import replace
+from tests.installs.environments import ENGINE_RELEASE, replace
+from tests.needs import applied_lines, decision, states_with_all
+from vllm_cgfix.fix import Fix
+from vllm_cgfix.fixes import by_id
 
 from .conftest import Tokens
-from .engine import ONE_PROCESS, Engine, Run
-from .generate import TARGETS
+from .engine import FIXES, FUNCTIONS, ONE_PROCESS, Engine, Run
 
-NEEDED = "skip-attention"
-PREFIX = f"INFO vllm-cgfix {vllm_cgfix.__version__} on vLLM 0.32.0:"
-DECIDED = f"{PREFIX} dispatch-order not-needed, skip-attention pending"
-APPLIED = "INFO vllm-cgfix: skip-attention applied (V2 runner)"
+SKIP = by_id("skip-attention")
+
+
+def decided(needed_are: str = "pending", *, off: str = "") -> str:
+    """The line on the decision where all are asked for, or all but the one that is ``off``."""
+    prefix = f"INFO vllm-cgfix {vllm_cgfix.__version__} on vLLM {ENGINE_RELEASE}: "
+    return prefix + decision(states_with_all(ENGINE_RELEASE, needed_are, off=off))
+
+
+def applied_to(fixes: list[Fix]) -> list[str]:
+    """The lines on fixes that are applied."""
+    return [f"INFO {line}" for line in applied_lines(fixes)]
+
+
+def in_order(log: list[str]) -> list[str]:
+    """A process's lines, of which those on fixes that are applied come as the imports do."""
+    first = [line for line in log[:1] if " on vLLM " in line]
+    return first + sorted(log[len(first) :])
 
 
 def importers(run: Run) -> set[int]:
-    """The processes that have imported all that the needed fix edits, themselves or by fork."""
+    """The processes in which a fix of a model runner must be applied."""
+    fixes = [fix for fix in FIXES if "runner" in fix.scope]
+    return {pid for pid in run.events if any(fix in fixes for fix in run.applied(pid))}
 
-    def imported(pid: int) -> set[str]:
-        found = set()
-        for event in run.events[pid]:
-            word, _, rest = event.partition(" ")
-            found |= {rest} if word == "import" else set()
-            found |= imported(int(rest)) if word == "fork" else set()
-        return found
 
-    return {pid for pid in run.events if imported(pid) >= set(TARGETS)}
+def assert_applied(run: Run, process: dict[str, Any], *, off: str = "") -> None:
+    """All that must be applied in a process is, by the states and by the running code.
+
+    Raises:
+        AssertionError: or nothing must be.
+    """
+    fixes = [fix for fix in run.applied(process["pid"]) if fix.id != off]
+    assert fixes
+    states = states_with_all(ENGINE_RELEASE, "pending", off=off)
+    assert process["states"] == {**states, **{fix.id: "applied" for fix in fixes}}
+    assert process["edited"] == functions_of(fixes)
+
+
+def functions_of(fixes: list[Fix]) -> list[str]:
+    """The functions that fixes edit, as a process names those that are edited."""
+    return sorted(
+        {
+            f"{module}:{qualname}"
+            for fix in fixes
+            for module, qualnames in FUNCTIONS[fix.id].items()
+            for qualname in qualnames
+        }
+    )
 
 
 def assert_off(run: Run) -> None:
     """Nothing is edited, nothing logged, and the machinery of the plugin not even imported."""
     for process in (run.main, *run.workers):
-        assert not process["edited"]
+        assert process["edited"] == []
         assert process["states"] == {}
         assert set(process["plugin"]) <= {"vllm_cgfix", "vllm_cgfix.settings"}
     assert run.log == {}
@@ -73,14 +107,17 @@ def test_kept_out_by_vllms_own_list_of_plugins(
     assert len(run.loaded_plugins) == 1, "vLLM has loaded the other plugin"
 
 
-def test_the_one_needed_fix_left_out(
-    installed: Engine, stock_tokens: Tokens, tmp_path: Path
+@pytest.mark.parametrize("left_out", FIXES, ids=lambda fix: fix.id)
+def test_a_needed_fix_left_out(
+    installed: Engine, stock_tokens: Tokens, tmp_path: Path, left_out: Fix
 ) -> None:
-    run = installed.generate(tmp_path, **ONE_PROCESS, VLLM_CGFIX=f"all,-{NEEDED}")
+    run = installed.generate(tmp_path, **ONE_PROCESS, VLLM_CGFIX=f"all,-{left_out.id}")
     assert run.tokens == stock_tokens
-    assert not run.main["edited"]
-    assert run.main["states"] == {"dispatch-order": "not-needed", NEEDED: "off"}
-    assert run.log == {run.main["pid"]: [f"{PREFIX} dispatch-order not-needed"]}
+    rest = [fix for fix in run.applied(run.main["pid"]) if fix != left_out]
+    assert len(rest) == len(run.applied(run.main["pid"])) - 1
+    assert_applied(run, run.main, off=left_out.id)
+    (log,) = run.log.values()
+    assert in_order(log) == [decided(off=left_out.id), *applied_to(rest)]
 
 
 def test_on_in_every_process_by_spawn(
@@ -90,9 +127,8 @@ def test_on_in_every_process_by_spawn(
     assert run.tokens == stock_tokens
 
     (worker,) = run.workers
-    assert worker["states"] == {"dispatch-order": "not-needed", NEEDED: "applied"}
-    assert worker["edited"]
-    assert worker["notes"][NEEDED] == ["this process uses the V1 runner"]
+    assert_applied(run, worker)
+    assert_told_of_the_runner(run, worker, "V1 runner")
     assert importers(run) == {worker["pid"]}
 
     # Main process, model inspection, engine core, worker.
@@ -100,14 +136,14 @@ def test_on_in_every_process_by_spawn(
     main = run.main["pid"]
     assert {main, worker["pid"]} < run.loaded_plugins
     children = run.loaded_plugins - {main}
-    attention = f"import {TARGETS[1]}"  # which the models import, in all processes that load one
+    # Which the models import, in all processes that load one.
+    attention = "import vllm.model_executor.layers.attention.attention"
     (inspection,) = {pid for pid in children if attention in run.events[pid]} - importers(run)
-    # vLLM keeps what that process writes to itself, and configures no logging in it.
-    assert run.log.pop(worker["pid"]) == [DECIDED, APPLIED]
-    (engine_core,) = children - {inspection, worker["pid"]}
-    assert run.log.pop(engine_core) == [DECIDED]
-    # vLLM configures its logging only after it has loaded the plugins of the main process.
-    assert run.log == {main: [DECIDED]}
+    # vLLM keeps what that process writes to itself, and configures no logging in it. And only after
+    # it has loaded the plugins of the main process does it configure that of this process.
+    assert {pid: in_order(log) for pid, log in run.log.items()} == {
+        pid: [decided(), *applied_to(run.applied(pid))] for pid in run.loaded_plugins - {inspection}
+    }
 
 
 def test_on_in_every_process_by_fork(
@@ -122,17 +158,25 @@ def test_on_in_every_process_by_fork(
     assert run.tokens == stock_tokens
 
     (worker,) = run.workers
-    assert worker["states"] == {"dispatch-order": "off", NEEDED: "applied"}
-    assert worker["edited"]
+    assert_applied(run, worker, off="dispatch-order")
     assert importers(run) == {worker["pid"]}
     forked = [event for events in run.events.values() for event in events if "fork " in event]
     assert len(forked) == 2, "engine core and worker"
     # The children have the decision of the main process, and vLLM does not call register in them.
-    assert run.loaded_plugins == {run.main["pid"]}
-    assert run.log == {
-        run.main["pid"]: [f"{PREFIX} skip-attention pending"],
-        worker["pid"]: [APPLIED],
+    main = run.main["pid"]
+    assert run.loaded_plugins == {main}
+    logs = {pid: in_order(log) for pid, log in run.log.items()}
+    assert logs == {
+        main: [decided(off="dispatch-order"), *applied_to(run.applied(main))],
+        worker["pid"]: applied_to(applied_since_the_fork(run)),
     }
+
+
+def applied_since_the_fork(run: Run) -> list[Fix]:
+    """What a forked worker has to tell of: what the main process has applied, that one does."""
+    (worker,) = run.workers
+    in_main = run.applied(run.main["pid"])
+    return [fix for fix in run.applied(worker["pid"]) if fix not in in_main]
 
 
 @pytest.mark.parametrize("option", ["-I", "-O"])
@@ -143,10 +187,11 @@ def test_on_in_one_process_that_has_imported_vllm_before(
         tmp_path, "import first", python=(option,), **ONE_PROCESS, VLLM_CGFIX="1"
     )
     assert run.tokens == stock_tokens
-    assert run.main["states"] == {"dispatch-order": "not-needed", NEEDED: "applied"}
-    assert run.main["edited"]
+    assert_applied(run, run.main)
+    assert run.applied(run.main["pid"]) == FIXES
     assert importers(run) == run.loaded_plugins == {run.main["pid"]}
-    assert run.log == {run.main["pid"]: [DECIDED.replace("pending", "applied"), APPLIED]}
+    (log,) = run.log.values()
+    assert in_order(log) == [decided("applied"), *applied_to(FIXES)]
 
 
 def test_the_v2_runner(with_triton: Engine, stock_tokens: Tokens, tmp_path: Path) -> None:
@@ -161,9 +206,19 @@ def test_the_v2_runner(with_triton: Engine, stock_tokens: Tokens, tmp_path: Path
     assert run.tokens == stock_tokens
     (worker,) = run.workers
     assert worker["runner"] == "vllm.v1.worker.cpu.model_runner"
-    assert worker["states"][NEEDED] == "applied"
-    assert worker["notes"][NEEDED] == []
-    assert run.log == {run.main["pid"]: [DECIDED, APPLIED]}
+    assert_applied(run, worker)
+    assert SKIP in run.applied(worker["pid"])
+    assert_told_of_the_runner(run, worker, "V2 runner")
+    (log,) = run.log.values()
+    assert in_order(log) == [decided(), *applied_to(run.applied(worker["pid"]))]
+
+
+def assert_told_of_the_runner(run: Run, worker: dict[str, Any], runner: str) -> None:
+    """The states of fixes of another runner say which one this process uses; no other does."""
+    for fix in FIXES:
+        of_another = "runner" in fix.scope and runner not in fix.scope
+        expected = [f"this process uses the {runner}"] if of_another else []
+        assert worker["notes"][fix.id] == expected, fix
 
 
 def test_two_data_parallel_engines_one_of_them_idle(
@@ -196,8 +251,8 @@ def test_two_data_parallel_engines_one_of_them_idle(
     assert idle.tokens == [stock_tokens[0][:1]]
     for run in (busy, idle):
         (worker,) = run.workers
-        assert worker["states"][NEEDED] == "applied"
-        assert run.log[worker["pid"]] == [APPLIED]
+        assert_applied(run, worker)
+        assert in_order(run.log[worker["pid"]]) == applied_to(applied_since_the_fork(run))
     # A step for each token of the busy rank, less those in which the idle one had its own.
     assert idle.workers[0]["dummy_batches"] >= 10
 
@@ -218,7 +273,7 @@ def test_an_unreadable_source_file(installed: Engine, stock_tokens: Tokens, tmp_
 
     (tmp_path / "run").mkdir()
     run = Engine(clone, installed.model).generate(
-        tmp_path / "run", launcher=as_user, **ONE_PROCESS, VLLM_CGFIX="1"
+        tmp_path / "run", launcher=as_user, **ONE_PROCESS, VLLM_CGFIX=SKIP.id
     )
     assert run.tokens == stock_tokens
     assert_refused(run, f"{file} cannot be read: Permission denied")
@@ -228,14 +283,14 @@ def test_an_install_without_sources(
     installed: Engine, stock_tokens: Tokens, tmp_path: Path
 ) -> None:
     clone = installed.environment.clone(tmp_path / "clone")
-    for name in TARGETS:
+    for name in SKIP.edits:
         file = clone.site_packages / (name.replace(".", "/") + ".py")
         py_compile.compile(str(file), cfile=str(file.with_suffix(".pyc")), doraise=True)
         file.unlink()
 
     (tmp_path / "run").mkdir()
     run = Engine(clone, installed.model).generate(
-        tmp_path / "run", **ONE_PROCESS, VLLM_CGFIX=NEEDED
+        tmp_path / "run", **ONE_PROCESS, VLLM_CGFIX=SKIP.id
     )
     assert run.tokens == stock_tokens
     assert_refused(run, "unknown source: vllm/forward_context.py is missing")
@@ -243,10 +298,10 @@ def test_an_install_without_sources(
 
 def assert_refused(run: Run, reason: str) -> None:
     """Refused with that reason, in the states and in the log, and nothing is edited."""
-    assert run.main["states"][NEEDED] == "refused"
-    assert run.main["reasons"][NEEDED] == reason
-    assert not run.main["edited"]
-    assert f"vllm-cgfix: {NEEDED} refused: {reason}" in run.output
+    assert run.main["states"][SKIP.id] == "refused"
+    assert run.main["reasons"][SKIP.id] == reason
+    assert run.main["edited"] == []
+    assert f"vllm-cgfix: {SKIP.id} refused: {reason}" in run.output
 
 
 def test_under_a_tool_that_traces(installed: Engine, stock_tokens: Tokens, tmp_path: Path) -> None:
@@ -262,7 +317,8 @@ def test_under_a_tool_that_traces(installed: Engine, stock_tokens: Tokens, tmp_p
         VLLM_CGFIX="1",
     )
     assert run.tokens == stock_tokens
-    assert run.main["states"][NEEDED] == "applied"
+    assert_applied(run, run.main)
+    assert SKIP in run.applied(run.main["pid"])
     report = clone.run("-m", "coverage", "annotate", "-d", ".", cwd=tmp_path / "run")
     assert report.returncode == 0, report.stdout + report.stderr
     (annotated,) = (tmp_path / "run").glob("*attention.py,cover")

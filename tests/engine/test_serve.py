@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from .conftest import Tokens
-from .engine import VARIABLES, Engine, logged, recorded
+from .engine import VARIABLES, Engine, applied, logged, recorded
 from .generate import PROMPTS
-from .test_engine import APPLIED, DECIDED
+from .test_engine import applied_to, decided, in_order
 
 
 def fetch(url: str, body: dict[str, Any] | None = None) -> bytes:
@@ -101,9 +101,14 @@ def test_a_completion_over_http(installed: Engine, stock_tokens: Tokens, tmp_pat
     assert code == 0, text
     assert "vllm_cgfix" not in text, "no traceback goes through the plugin"
 
-    # The API server, the engine core and the worker; only the worker imports what is edited.
+    # The API server, the engine core and the worker; each applies what it imports.
     log = logged(text)
     events = recorded(tmp_path / "events")
     assert not [pid for pid in events if is_running(pid)]
-    assert set(log) == {pid for pid, found in events.items() if "plugins" in found}
-    assert sorted(log.values()) == [[DECIDED], [DECIDED], [DECIDED, APPLIED]], text
+    found = {pid: applied(events, pid) for pid, found in events.items() if "plugins" in found}
+    assert len(found) == 3
+    assert {pid: in_order(lines) for pid, lines in log.items()} == {
+        pid: [decided(), *applied_to(fixes)] for pid, fixes in found.items()
+    }, text
+    of_runners = [pid for pid, fixes in found.items() if any("runner" in f.scope for f in fixes)]
+    assert len(of_runners) == 1, "the worker"

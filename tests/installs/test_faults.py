@@ -10,6 +10,7 @@ import bdb
 import importlib
 import importlib.machinery
 import importlib.util
+import json
 import os
 import resource
 import subprocess
@@ -23,12 +24,13 @@ from typing import Any
 
 import pytest
 
+from tests.needs import modules, needed, states_with_all
 from tests.releases import test_processes as life
 from tests.releases.process import environment, on_path, run_python
 from tests.releases.scenarios import TARGET, ForkServer, import_all_but_target
 from tests.releases.sources import source_dir
 from tests.releases.test_pythons import interpreter
-from vllm_cgfix.fixes import by_id
+from vllm_cgfix.fixes import CATALOGUE, by_id
 
 from .environments import Environment, replace
 
@@ -61,7 +63,9 @@ def test_a_damaged_or_absent_table(
 
     registered = installed.run("-c", _REGISTER, VLLM_CGFIX="1")
     assert registered.returncode == 0, registered.stderr
-    for line in registered.stdout.splitlines():
+    lines = registered.stdout.splitlines()
+    assert len(lines) == len(CATALOGUE)
+    for line in lines:
         assert " refused: the releases table: " in line
         assert line.endswith(" -> reinstall vllm-cgfix")
 
@@ -87,7 +91,7 @@ def test_vllm_in_a_zip_file(tmp_path: Path) -> None:
     variables = on_path(archive, VLLM_CGFIX="1")
     version, *states = run_python(_FROM_ZIP, variables).stdout.splitlines()
     assert version == "0.33.0"
-    assert len(states) == 2
+    assert len(states) == len(CATALOGUE)
     for state in states:
         assert " refused: " in state
         assert f"{archive}/vllm is not a directory of source files" in state
@@ -185,15 +189,14 @@ import vllm_cgfix
 vllm_cgfix.register()
 from vllm_cgfix.verify import cpu
 cpu.use_cpu_platform()
-import importlib
-from vllm_cgfix.fixes import by_id
-for name in by_id(FIX).edits:
+import importlib, json
+for name in MODULES:
     importlib.import_module(name)
 from vllm_cgfix.cli import main
-(state,) = {status.state.value for status in vllm_cgfix.status() if status.fix.id == FIX}
+states = {status.fix.id: status.state.value for status in vllm_cgfix.status()}
 vllm_cgfix.undo()
 main(["status"])
-print(state, written)
+print(json.dumps([states, [*map(repr, written)]]))
 """
 
 
@@ -201,14 +204,12 @@ def _no_space_left() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
 
-@pytest.mark.parametrize(
-    ("release", "fix"), [("0.11.2", "dispatch-order"), ("0.33.0", "skip-attention")]
-)
-def test_a_full_disk_and_no_home(release: str, fix: str) -> None:
-    variables = environment(release, **VARIABLES, VLLM_CGFIX=fix, HOME="/nonexistent")
+@pytest.mark.parametrize("release", ["0.11.2", "0.33.0"])
+def test_a_full_disk_and_no_home(release: str) -> None:
+    variables = environment(release, **VARIABLES, VLLM_CGFIX="all", HOME="/nonexistent")
     done = subprocess.run(
         # -B: what Python compiles, it would keep.
-        [sys.executable, "-B", "-c", f"FIX = {fix!r}\n{_WRITES}"],
+        [sys.executable, "-B", "-c", f"MODULES = {modules(needed(release))!r}\n{_WRITES}"],
         env=variables,
         cwd="/proc",
         preexec_fn=_no_space_left,
@@ -217,7 +218,9 @@ def test_a_full_disk_and_no_home(release: str, fix: str) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "applied []"
+    states, written = json.loads(done.stdout.splitlines()[-1])
+    assert states == states_with_all(release, "applied")
+    assert written == []
 
 
 # --- debuggers and other tools that trace -------------------------------------------------------

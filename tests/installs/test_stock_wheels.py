@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from tests.needs import states_with_all
+from vllm_cgfix.fixes import CATALOGUE
+
 from .environments import Environment, replace
 
-RELEASES = {
-    "0.33.0": {"dispatch-order": "not-needed", "skip-attention": "pending"},
-    "0.11.2": {"dispatch-order": "pending", "skip-attention": "not-needed"},
-}
+RELEASES = {release: states_with_all(release, "pending") for release in ("0.33.0", "0.11.2")}
 TARGET = {
     "0.33.0": ("skip-attention", "vllm/v1/worker/gpu/cudagraph_utils.py"),
     "0.11.2": ("dispatch-order", "vllm/v1/worker/gpu_model_runner.py"),
@@ -81,11 +81,17 @@ def test_one_byte_of_an_edited_file_is_changed(install: Install, release: str) -
     code, text, report = status(environment)
     assert code == 1
     assert f"from vllm {release} (wheel, modified: {path})\n" in text
-    assert f"{fix} is refused: unknown source: {path} is that of no supported release" in text
-    assert states(report)[fix] == "refused"
-    (other,) = set(RELEASES[release]) - {fix}
-    if other == "dispatch-order":  # skip-attention relies on files that dispatch-order edits
-        assert states(report)[other] == RELEASES[release][other]
+    # The files that a fix edits say whether it is needed; where it is, its witnesses count, too.
+    refused = {
+        fix.id
+        for fix in CATALOGUE
+        if path in fix.edited_files
+        or (RELEASES[release][fix.id] == "pending" and path in fix.witnesses)
+    }
+    assert fix in refused
+    assert states(report) == {**RELEASES[release], **dict.fromkeys(refused, "refused")}
+    for each in refused:
+        assert f"{each} is refused: unknown source: {path} is that of no supported release" in text
 
 
 def test_an_edited_file_is_gone(install: Install) -> None:
@@ -145,7 +151,7 @@ def test_two_distributions_provide_vllm(install: Install) -> None:
     assert "vllm/v1/worker/gpu_model_runner.py" in found["vllm"]["changed"]
     assert report["vllm"] == "0.32.0"
     assert code == 0
-    assert states(report) == RELEASES["0.33.0"]
+    assert states(report) == states_with_all("0.32.0", "pending")
 
 
 def test_a_distribution_that_another_folder_shadows(install: Install, tmp_path: Path) -> None:

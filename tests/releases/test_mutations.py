@@ -496,7 +496,7 @@ def sample(case: Target, number: int) -> Iterator[Sequence[Line]]:
 @each_function
 def test_a_broken_edit_is_noticed(entry: Patch, tmp_path: Path) -> None:
     case = target(entry)
-    mutants = [*sample(case, min(20, entry.share // 5))]
+    mutants = [*sample(case, min(20, entry.share // 10))]
     fitting = tuple(made(case))
     good = [judge(replace(case, edits=fitting), lines, tmp_path) for lines in mutants]
     for edits in changed_steps(fitting, left_out_or_spoilt):
@@ -526,7 +526,8 @@ def test_edits_that_are_not_strict_about_the_place_are_noticed(
 
     monkeypatch.setattr(code_edit, "_only", any_place)
     case = target(entry)
-    for edits in (*changed_steps(made(case), any_number), case.edits):
+    fitting = tuple(made(case))
+    for edits in (*changed_steps(fitting, any_number), fitting):
         loose = replace(case, edits=edits)
         if any(fault(judge(loose, lines, tmp_path)) for lines in sample(case, 200)):
             return

@@ -29,6 +29,7 @@ from typing import Any
 
 import pytest
 
+from tests.needs import applied_lines, decision, modules, needed, states_with_all
 from vllm_cgfix.code_edit import EditFunction, Insert
 from vllm_cgfix.fix import Fix
 
@@ -259,12 +260,26 @@ def test_register_before_and_after_the_import_and_twice(
     assert_reported_once(ended.log)
 
 
+def _registering_all(*names: str) -> Any:
+    swaps = _count_swaps()
+    _register()
+    for name in names:
+        importlib.import_module(name)
+    _register()
+    return _fixed(), _states(), len(swaps)
+
+
 def test_all_fixes_are_reported_in_one_decision_line(stock: ForkServer) -> None:
-    ended = stock.run(_registering, "register", "import", "register", VLLM_CGFIX="1")
-    assert ended.value == ("fixed", "applied", 1)
-    decided, applied = ended.log
-    assert re.search(r"on vLLM 0\.11\.2: dispatch-order pending, [\w-]+ [\w-]+", decided)
-    assert APPLIED.fullmatch(applied)
+    fixes = needed("0.11.2")
+    assert len(fixes) > 1
+    names = modules(fixes)
+    ended = stock.run(_registering_all, *names, VLLM_CGFIX="1")
+    # Once a module, however many fixes edit it.
+    assert ended.value == ("fixed", states_with_all("0.11.2", "applied"), len(names))
+    decided, *applied = ended.log
+    assert decided.endswith(f" on vLLM 0.11.2: {decision(states_with_all('0.11.2', 'pending'))}")
+    assert sorted(line.partition("] ")[2] for line in applied) == applied_lines(fixes)
+    assert [line for line in applied if APPLIED.fullmatch(line)]
 
 
 def test_without_register_nothing_is_changed(stock: ForkServer) -> None:
@@ -1526,17 +1541,20 @@ import vllm.plugins
 import vllm.logger
 before = set(sys.modules)
 vllm.plugins.load_general_plugins()
+import json
 import vllm_cgfix
-print([s.state.value for s in vllm_cgfix.status()][0], torch.cuda.is_initialized(), touched)
+print(json.dumps({s.fix.id: s.state.value for s in vllm_cgfix.status()}))
+print(torch.cuda.is_initialized(), touched)
 print(*sorted(set(sys.modules) - before))
 """
 
 
 def test_on_imports_nothing_of_vllm_and_leaves_cuda_alone() -> None:
-    found, added = run_python(
-        _COUNT_CUDA, environment("0.11.2", **VARIABLES, **ON)
-    ).stdout.splitlines()[-2:]
-    assert found == "pending False []"
+    found, cuda, added = run_python(
+        _COUNT_CUDA, environment("0.11.2", **VARIABLES, VLLM_CGFIX="all")
+    ).stdout.splitlines()[-3:]
+    assert json.loads(found) == states_with_all("0.11.2", "pending")
+    assert cuda == "False []"
     assert "vllm_cgfix.plugin" in added.split()
     assert not [name for name in added.split() if name.split(".")[0] in ("vllm", "torch")]
 
@@ -1563,7 +1581,9 @@ REFUSING = EditFunction(
 )
 
 
-def _test_fix(name: str, edits: dict[str, tuple[EditFunction, ...]]) -> Fix:
+def _test_fix(
+    name: str, edits: dict[str, tuple[EditFunction, ...]], *, separate: bool = False
+) -> Fix:
     return Fix(
         id=name,
         title="",
@@ -1573,6 +1593,7 @@ def _test_fix(name: str, edits: dict[str, tuple[EditFunction, ...]]) -> Fix:
         scope="test",
         releases=("here",),
         edits=edits,
+        separate=separate,
     )
 
 
@@ -1639,6 +1660,67 @@ def test_a_fix_of_two_modules_is_applied_once_both_are_imported(
     assert code == [["one"], ["second"]]
     assert (events[-1], again) == ("applied", "applied")
     assert len([line for line in ended.log if "both applied" in line]) == 1
+
+
+def _two_separate_modules(edit_of_second: EditFunction, order: list[str]) -> Any:
+    _use_fixes(_test_fix("both", {TARGET: (ONE,), SECOND: (edit_of_second,)}, separate=True))
+    functions = {TARGET: ONE.qualname, SECOND: OF_SECOND.qualname}
+    events = []
+    for event in order:
+        if event == "register":
+            _register()
+        else:
+            importlib.import_module(event)
+        found = [_inserted(*item) for item in functions.items() if item[0] in sys.modules]
+        events.append((_states().get("both"), [*itertools.chain(*found)]))
+    return events
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=lambda o: ",".join(n.split(".")[-1] for n in o))
+def test_a_separate_fix_is_applied_once_the_imported_ones_are(
+    stock: ForkServer, order: list[str]
+) -> None:
+    ended = stock.run(_two_separate_modules, OF_SECOND, order, VLLM_CGFIX="all")
+    for number, found in enumerate(ended.value, start=1):
+        so_far = order[:number]
+        if "register" not in so_far:
+            assert found == (None, [])
+        else:
+            inserted = {TARGET: "one", SECOND: "second"}
+            expected = [name for module, name in inserted.items() if module in so_far]
+            assert found == ("applied" if expected else "pending", expected)
+    assert len([line for line in ended.log if "both applied" in line]) == 1
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=lambda o: ",".join(n.split(".")[-1] for n in o))
+def test_a_separate_fix_leaves_no_trace_where_one_refuses(
+    stock: ForkServer, order: list[str]
+) -> None:
+    events = stock.run(_two_separate_modules, REFUSING, order, VLLM_CGFIX="all").value
+    assert events[-1] == ("refused", [])
+
+
+def _separate_with_one_undone_and_reloaded() -> Any:
+    import vllm_cgfix
+
+    _use_fixes(_test_fix("both", {TARGET: (ONE,), SECOND: (OF_SECOND,)}, separate=True))
+    _register()
+    module = _import_target()
+    importlib.reload(module)
+    lost = _states()["both"]
+    _register()
+    again = _states()["both"]
+    vllm_cgfix.undo("both")
+    importlib.import_module(SECOND)
+    code = [_inserted(TARGET, ONE.qualname), _inserted(SECOND, OF_SECOND.qualname)]
+    return lost, again, _states()["both"], code
+
+
+def test_a_separate_fix_is_lost_and_undone_with_the_one_module_that_is_there(
+    stock: ForkServer,
+) -> None:
+    found = stock.run(_separate_with_one_undone_and_reloaded, VLLM_CGFIX="all").value
+    assert found == ("lost", "applied", "off", [[], []])
 
 
 def _one_refused_of_two() -> Any:

@@ -19,6 +19,7 @@ from vllm_cgfix.code_edit import (
     AddParameter,
     EditFunction,
     EditRefused,
+    Expect,
     Guard,
     Insert,
     OneOf,
@@ -192,6 +193,16 @@ def test_guard_knows_copies_of_what_is_within():
             LOOP.format(work=work),
             Guard("with log():\n self.work()", "self.awake", after="if idle:\n continue"),
         )
+
+
+def test_expect_changes_nothing_or_refuses():
+    source = "def f(a):\n    a = g(a)\n    a = h(a)"
+    checks = Expect("a = g(...)"), Expect("a = ...", times=2), Expect("b = ...", times=0)
+    assert edited_text(source, *checks) == source
+    with pytest.raises(EditRefused, match=r"expected one place like `a = \.\.\.`, found 2"):
+        edited_text(source, Expect("a = ..."))
+    with pytest.raises(EditRefused, match=r"expected 0 places like .*, found 1"):
+        edited_text(source, Expect("a = h(...)", times=0))
 
 
 @pytest.mark.parametrize("use", ["helper = 1", "print(helper)", "def helper(): pass"])

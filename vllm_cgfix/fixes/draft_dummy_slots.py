@@ -17,27 +17,35 @@ The fault is known and not fixed
 
 * in 0.17.0 to 0.20.2, where the loop over draft steps is inside the captured graph, with the slots
   of all steps but its first;
-* in 0.28.0 to 0.30.0, where it is so with most attention backends
-  (``_fused_multi_step_decode``).
+* in 0.28.0 to 0.30.0, where it is so with each attention backend that can update its metadata
+  within the graph (``_fused_multi_step_decode``).
 
 Eagle and MTP drafters share the edited code, and Gemma4's, which writes no K/V. DFlash and DSpark
 (from 0.24.0 on) do not compute slots through request states: ``dummy-block-tables`` is for them.
+The speculator for several MTP modules would need a fix of its own; 0.27 has the class, but does not
+use it.
 """
 
 from __future__ import annotations
 
-from ..code_edit import AddKeyword, AddParameter, EditFunction, Insert
+from ..code_edit import AddKeyword, AddParameter, EditFunction, Expect, Guard, Insert
 from ..fix import Fix
 
 _EAGLE = "vllm.v1.worker.gpu.spec_decode.eagle.speculator"
 _AUTOREGRESSIVE = "vllm.v1.worker.gpu.spec_decode.autoregressive.speculator"
 
-# The view of the persistent buffer; past the requests of the batch it is -1 in any case.
+# A view of the persistent buffer; past the requests of the batch it is -1 in any case.
 _COMPUTE_SLOTS = (
     "slot_mappings = self.block_tables.compute_slot_mappings(\n"
     "    idx_mapping, query_start_loc, positions, batch_desc.num_tokens\n"
     ")"
 )
+_USE_SLOTS = (
+    "slot_mappings_by_layer = build_slot_mappings_by_layer(slot_mappings, self.kv_cache_config)\n"
+    "attn_metadata = self._build_draft_attn_metadata(...)"
+)
+_NO_SLOTS = "slot_mappings.fill_(-1)"
+_AGREE = "decode_batch_desc, num_tokens_across_dp = dispatch_cg_and_sync_dp(...)"
 
 
 def _edits(speculator: str, decode: str) -> tuple[EditFunction, ...]:
@@ -47,12 +55,18 @@ def _edits(speculator: str, decode: str) -> tuple[EditFunction, ...]:
             f"{speculator}.{decode}",
             (
                 AddParameter("dummy_run", False),
-                Insert("if dummy_run:\n    slot_mappings.fill_(-1)", after=_COMPUTE_SLOTS),
+                # Between the two: nothing is made of the slots before.
+                Insert(_NO_SLOTS, before=_USE_SLOTS),
+                Guard(_NO_SLOTS, "dummy_run", after=_COMPUTE_SLOTS),
             ),
         ),
         EditFunction(
             f"{speculator}.propose",
-            (AddKeyword(f"self.{decode}(...)", "dummy_run", "dummy_run"),),
+            (
+                # Nothing else drafts the later tokens.
+                Expect(f"{_AGREE}\nself.{decode}(...)\nreturn self.draft_tokens[:num_reqs]"),
+                AddKeyword(f"self.{decode}(...)", "dummy_run", "dummy_run"),
+            ),
         ),
     )
 

@@ -87,7 +87,10 @@ FIX = Fix(
                     ),
                     # From 0.13.0 on.
                     _dummy_run(
-                        Insert(_NULL, before=f"{_ENDS}\n{_STARTS}\n{_COPY_STARTS}\npad_attn = ...")
+                        Insert(
+                            _NULL,
+                            before=f"{_ENDS}\n{_STARTS}\n{_COPY_STARTS}\npad_attn = ...\n{_BUILD}",
+                        )
                     ),
                     # From 0.19.0 on it copies the host's rows first.
                     _dummy_run(

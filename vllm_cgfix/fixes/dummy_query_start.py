@@ -26,7 +26,7 @@ FIX = Fix(
         r"\b(hangs?|hung|stuck|timed? ?out)\b.*\b(data.parallel|dp|dummy|idle|rank)",
         r"\b(data.parallel|dp|dummy|idle|rank)\b.*\b(hangs?|hung|stuck|timed? ?out)\b",
     ),
-    upstream=("0.23.0",),
+    upstream=("as in 0.23.0",),
     scope="V1 runner",
     releases=(
         *("0.12.0", "0.13.0", "0.14.0", "0.14.1", "0.15.0", "0.15.1", "0.16.0", "0.17.0"),

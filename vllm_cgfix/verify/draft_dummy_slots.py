@@ -187,7 +187,7 @@ def _unexamined(speculators: Sequence[Any]) -> str:
     if not any(hasattr(speculators[0], name) for name in eager):
         return not_fixed
     if hasattr(speculators[0], "_fused_multi_step_decode"):
-        return f"{not_fixed}, with most attention backends"
+        return f"{not_fixed}, with attention backends that can update their metadata in it"
     return ""
 
 
@@ -708,14 +708,8 @@ def _table(
     rows = [["speculator", "mode", "batch", "slots in draft steps 2 and on"]]
     for batch in batches:
         slots = [groups[0] if groups else [] for groups in batch.slots[1:]]
-        rows.append(
-            [
-                batch.speculator,
-                batch.mode,
-                batch.kind,
-                "; ".join(map(str, slots)).replace("[]", "-"),
-            ]
-        )
+        steps = "; ".join(str(found) if found else "-" for found in slots)
+        rows.append([batch.speculator, batch.mode, batch.kind, steps])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [explanation] if explanation else []
     if batches:

@@ -18,7 +18,7 @@ from tabulate import tabulate
 
 from tests.releases.process import environment, run_python
 
-RELEASES = ("0.11.2", "0.33.0")
+RELEASES = ("0.11.2", "0.16.0", "0.33.0")
 SERVING_RELEASES = ("0.17.0", "0.33.0")
 """For the functions that run in every forward pass."""
 SERVING_FUNCTIONS = ("get_attention_context", "create_forward_context")

@@ -369,6 +369,7 @@ class _Renamer(ast.NodeTransformer):
         self.names = names
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
+        """The expression that is read in the place of a name."""
         if node.id not in self.names:
             return node
         new = _expression(self.names[node.id])
@@ -433,6 +434,7 @@ class _Filler(ast.NodeTransformer):
         self.old = old
 
     def visit(self, node: ast.AST) -> Any:
+        """The old expression for ``...``, and any other node on its line."""
         if _is_blank(node):
             return self.old
         return ast.copy_location(self.generic_visit(node), self.old)
@@ -1089,6 +1091,7 @@ def raise_when_called(module: ModuleType, qualname: str, error: Exception) -> Ca
     """
 
     def refuse(*args: object, **kwargs: object) -> None:
+        """What is called instead."""
         raise error
 
     *path, name = qualname.split(".")
@@ -1103,6 +1106,7 @@ def raise_when_called(module: ModuleType, qualname: str, error: Exception) -> Ca
     setattr(owner, name, refuse)
 
     def restore() -> None:
+        """Put back what was there, unless somebody else has put something there since."""
         if vars(owner).get(name) is refuse:
             setattr(owner, name, stock)
 

@@ -25,12 +25,15 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from .process import environment
 from .sources import source_dir
 
 TARGET = "vllm.v1.worker.gpu_model_runner"
@@ -134,6 +137,22 @@ class ForkServer:
         """End it."""
         self._connection.close()
         self._process.wait(30)
+
+
+def server_of_each(releases: Iterable[str], prepare: Callable[[], None]) -> Any:
+    """A fixture: each release, and a :class:`ForkServer` on its sources.
+
+    Tests of one release are run by one worker, which pays for one server.
+    """
+    each = [pytest.param(release, marks=pytest.mark.xdist_group(release)) for release in releases]
+
+    @pytest.fixture(scope="module", params=each)
+    def server(request: pytest.FixtureRequest) -> Iterator[tuple[str, ForkServer]]:
+        started = ForkServer(environment(request.param), prepare)
+        yield request.param, started
+        started.close()
+
+    return server
 
 
 def serve(socket_number: int) -> None:

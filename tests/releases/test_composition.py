@@ -17,21 +17,15 @@ from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
-import pytest
-
+from tests.needs import needed
 from vllm_cgfix.fix import Fix
 from vllm_cgfix.fixes import CATALOGUE
 
-from .process import environment
-from .scenarios import ForkServer
+from .scenarios import server_of_each
 from .test_rows import import_vllm
 
 V1_RUNNER = "vllm.v1.worker.gpu_model_runner"
 RELEASES = ("0.11.2", "0.12.0", "0.16.0", "0.19.1", "0.20.2", "0.26.0", "0.33.0")
-
-
-def needed(release: str) -> list[Fix]:
-    return [fix for fix in CATALOGUE if release in fix.releases]
 
 
 def import_all(fixes: list[Fix]) -> None:
@@ -183,13 +177,7 @@ def real_steps() -> dict[str, list[str]]:
         }
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(r, marks=pytest.mark.xdist_group(r)) for r in RELEASES]
-)
-def server(request) -> Iterator[tuple[str, ForkServer]]:
-    server = ForkServer(environment(request.param), import_vllm)
-    yield request.param, server
-    server.close()
+server = server_of_each(RELEASES, import_vllm)
 
 
 def test_every_subset_in_two_orders(server, capsys):

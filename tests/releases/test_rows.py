@@ -12,7 +12,6 @@ import io
 import json
 import runpy
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from vllm_cgfix.installation import Installation
 from vllm_cgfix.verify import Outcome, reproduce, reproduction_of
 
 from .process import environment
-from .scenarios import ForkServer
+from .scenarios import ForkServer, server_of_each
 from .sources import RELEASES, source_dir
 
 
@@ -47,14 +46,7 @@ def run_reproduction(module: str) -> Any:
     return json.loads(output.getvalue())
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(r, marks=pytest.mark.xdist_group(r)) for r in RELEASES]
-)
-def server(request) -> Iterator[tuple[str, ForkServer]]:
-    """A process that has imported a release, to be forked for each reproduction."""
-    server = ForkServer(environment(request.param), import_vllm)
-    yield request.param, server
-    server.close()
+server = server_of_each(RELEASES, import_vllm)
 
 
 def outcome(server: ForkServer, fix: Fix, setting: str) -> Outcome:

@@ -10,8 +10,6 @@ Exit code 0: no fault, and what must hold with the fix holds. 1: otherwise.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import dataclasses
 import itertools
 import sys
@@ -20,9 +18,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-import vllm_cgfix
-
-from . import cpu, print_outcome
+from . import cpu
 from .idle_batches import (
     IdleBatch,
     Scenario,
@@ -34,6 +30,7 @@ from .idle_batches import (
     tokens_of,
     unprotected,
 )
+from .report import outcome, requirement, run
 from .v1_runner import ForwardPass, Plan
 
 MISSING_METADATA = "FULL graph replayed without attention metadata"
@@ -85,14 +82,8 @@ def observe() -> dict[str, Any]:
         "idle_batches": [_row(batch) for batch in batches],
         "nested_event": nested,
     }
-    return {
-        "vllm": version,
-        "observations": observations,
-        "requirements": requirements,
-        "faults": find_faults(modes, batches),
-        "status": {status.fix.id: status.state.value for status in vllm_cgfix.status()},
-        "text": _table(observations, requirements),
-    }
+    text = _table(observations, requirements)
+    return outcome(find_faults(modes, batches), requirements, observations, text)
 
 
 def observe_modes() -> dict[str, ForwardPass]:
@@ -126,6 +117,7 @@ def _with_mode(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def _planned_for_the_descriptor(batch: IdleBatch, capture: ForwardPass) -> str | None:
     def size(plan: Plan) -> dict[str, Any]:
+        """What of a plan depends on the size of the batch."""
         return {
             "kv_cache_group": plan.kv_cache_group,
             "ubatch": plan.ubatch,
@@ -229,10 +221,10 @@ def check_requirements(
             for batch, capture in replayed
             if (detail := check(batch, capture)) is not None
         ]
-        results.append({"name": name, "ok": not wrong, "detail": "; ".join(wrong)})
+        results.append(requirement(name, wrong))
     if nested_event is not None:
         detail = unprotected(nested_event)
-        results.append({"name": NESTED_EVENT, "ok": detail is None, "detail": detail or ""})
+        results.append(requirement(NESTED_EVENT, [detail] if detail else []))
     return results
 
 
@@ -320,16 +312,5 @@ def _metadata(row: dict[str, Any]) -> str:
     return ", ".join(sorted({kind for ubatch in row["metadata"] for kind in ubatch.values()}))
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Observe, print, and return the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="the result as one line of JSON")
-    options = parser.parse_args(arguments)
-    # vLLM logs to stdout, which is for the result alone.
-    with contextlib.redirect_stdout(sys.stderr):
-        outcome = observe()
-    return print_outcome(outcome, as_json=options.json)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(__doc__, observe))

@@ -17,8 +17,6 @@ Exit code 0: no fault, and what must hold with the fix holds. 1: otherwise.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import dataclasses
 import importlib
 import itertools
@@ -30,10 +28,9 @@ from typing import Any, ClassVar
 
 import torch
 
-import vllm_cgfix
-
-from . import cpu, print_outcome
+from . import cpu
 from .importers import has_module
+from .report import columns, outcome, requirement, run
 from .v2_capture import DEVICE, call
 
 SPECULATORS = {
@@ -126,17 +123,6 @@ class Batch:
 
     def __str__(self) -> str:
         return f"{self.speculator}, {self.mode}, {self.kind} batch"
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Draft with the importable vLLM, print what was seen; 0 without a fault, 1 with one."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="the result as one line of JSON")
-    options = parser.parse_args(argv)
-    # The result is alone on stdout, whatever vLLM prints.
-    with contextlib.redirect_stdout(sys.stderr):
-        outcome = reproduce()
-    return print_outcome(outcome, as_json=options.json)
 
 
 def reproduce() -> dict[str, Any]:
@@ -239,13 +225,16 @@ class _Language:
         self._grid = grid
 
     def program_id(self, axis: int) -> int:
+        """The number of this program."""
         return self._program[axis]
 
     def num_programs(self, axis: int) -> int:
+        """How many programs there are."""
         return self._grid[axis]
 
     @staticmethod
     def load(pointer: _Pointer, mask: Any = True, other: Any = 0) -> torch.Tensor:
+        """The elements; ``other`` where there is no mask."""
         offset, there = torch.broadcast_tensors(
             torch.as_tensor(pointer.offset), torch.as_tensor(mask)
         )
@@ -254,6 +243,7 @@ class _Language:
 
     @staticmethod
     def store(pointer: _Pointer, value: Any, mask: Any = True) -> None:
+        """Write the elements that the mask lets."""
         offset, new, there = torch.broadcast_tensors(
             torch.as_tensor(pointer.offset), torch.as_tensor(value), torch.as_tensor(mask)
         )
@@ -261,10 +251,12 @@ class _Language:
 
     @staticmethod
     def where(condition: Any, x: Any, y: Any) -> torch.Tensor:
+        """Element by element, of tensors or numbers."""
         return torch.where(*map(torch.as_tensor, (condition, x, y)))
 
     @staticmethod
     def minimum(x: Any, y: Any) -> torch.Tensor:
+        """Element by element, of tensors or numbers."""
         return torch.minimum(torch.as_tensor(x), torch.as_tensor(y))
 
 
@@ -365,6 +357,7 @@ class _AttentionGroup:
         self.built = built
 
     def get_metadata_builder(self, ubatch_id: int) -> _AttentionGroup:
+        """The builder of a microbatch: there is one."""
         return self
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, **_: Any) -> Any:
@@ -682,43 +675,29 @@ def _requirement(
     name: str, batches: Sequence[Batch], wrong_in: Callable[[Batch], list[str]]
 ) -> dict[str, Any]:
     wrong = [f"{batch}: {', '.join(wrong)}" for batch in batches if (wrong := wrong_in(batch))]
-    return {"name": name, "ok": not wrong, "detail": "; ".join(wrong) or f"{len(batches)} batches"}
+    return requirement(name, wrong, f"{len(batches)} batches")
 
 
 def _outcome(
     batches: Sequence[Batch], requirements: list[dict[str, Any]], explanation: str
 ) -> dict[str, Any]:
-    return {
-        "vllm": cpu.vllm_version(),
-        "faults": _faults(batches),
-        "requirements": requirements,
-        "observations": {
-            "explanation": explanation,
-            "batches": [dataclasses.asdict(batch) for batch in batches],
-        },
-        "status": {status.fix.id: status.state.value for status in vllm_cgfix.status()},
-        "text": _table(batches, requirements, explanation),
+    observations = {
+        "explanation": explanation,
+        "batches": [dataclasses.asdict(batch) for batch in batches],
     }
+    text = columns(_rows(batches), requirements, explanation)
+    return outcome(_faults(batches), requirements, observations, text)
 
 
-def _table(
-    batches: Sequence[Batch], requirements: Sequence[dict[str, Any]], explanation: str
-) -> str:
+def _rows(batches: Sequence[Batch]) -> list[list[str]]:
     """The slots of the later draft steps of each batch, in the first KV cache group."""
     rows = [["speculator", "mode", "batch", "slots in draft steps 2 and on"]]
     for batch in batches:
         slots = [groups[0] if groups else [] for groups in batch.slots[1:]]
         steps = "; ".join(str(found) if found else "-" for found in slots)
         rows.append([batch.speculator, batch.mode, batch.kind, steps])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [explanation] if explanation else []
-    if batches:
-        lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    for requirement in requirements:
-        mark = "ok" if requirement["ok"] else "NOT"
-        lines.append(f"{mark:<3} {requirement['name']}: {requirement['detail']}")
-    return "\n".join(lines)
+    return rows
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(__doc__, reproduce))

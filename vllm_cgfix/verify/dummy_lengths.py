@@ -14,7 +14,6 @@ and the adapters.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import importlib
@@ -28,10 +27,9 @@ from typing import Any
 import numpy as np
 import torch
 
-import vllm_cgfix
-
-from . import cpu, print_outcome
+from . import cpu
 from .importers import has_module
+from .report import columns, outcome, requirement, run
 from .v2_capture import DEVICE, call
 
 SIZES = (
@@ -86,17 +84,6 @@ class Division:
 
     def __str__(self) -> str:
         return f"{self.place} of {self.num_tokens} tokens for {self.num_reqs} requests"
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Divide with the importable vLLM, print what was seen; 0 without a fault, 1 with one."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="the result as one line of JSON")
-    options = parser.parse_args(argv)
-    # The result is alone on stdout, whatever vLLM prints.
-    with contextlib.redirect_stdout(sys.stderr):
-        outcome = reproduce()
-    return print_outcome(outcome, as_json=options.json)
 
 
 def reproduce() -> dict[str, Any]:
@@ -414,31 +401,26 @@ def _requirement(
     name: str, divisions: Sequence[Division], wrong_in: Callable[[Division], list[str]]
 ) -> dict[str, Any]:
     wrong = [f"{found}: {', '.join(wrong)}" for found in divisions if (wrong := wrong_in(found))]
-    return {"name": name, "ok": not wrong, "detail": "; ".join(wrong) or f"{len(divisions)} times"}
+    return requirement(name, wrong, f"{len(divisions)} times")
 
 
 def _outcome(
     divisions: Sequence[Division], requirements: list[dict[str, Any]], explanation: str
 ) -> dict[str, Any]:
-    return {
-        "vllm": cpu.vllm_version(),
-        "faults": _faults(divisions),
-        "requirements": requirements,
-        "observations": {
-            "explanation": explanation,
-            "divisions": [
-                {
-                    "place": found.place,
-                    "num_tokens": found.num_tokens,
-                    "num_reqs": found.num_reqs,
-                    "lengths": {name: _runs(each) for name, each in found.lengths.items()},
-                }
-                for found in divisions
-            ],
-        },
-        "status": {status.fix.id: status.state.value for status in vllm_cgfix.status()},
-        "text": _table(divisions, requirements, explanation),
+    observations = {
+        "explanation": explanation,
+        "divisions": [
+            {
+                "place": found.place,
+                "num_tokens": found.num_tokens,
+                "num_reqs": found.num_reqs,
+                "lengths": {name: _runs(each) for name, each in found.lengths.items()},
+            }
+            for found in divisions
+        ],
     }
+    text = columns(_rows(divisions), requirements, explanation)
+    return outcome(_faults(divisions), requirements, observations, text)
 
 
 def _runs(lengths: Sequence[int]) -> str:
@@ -446,23 +428,14 @@ def _runs(lengths: Sequence[int]) -> str:
     return ", ".join(f"{len([*run])} x {length}" for length, run in itertools.groupby(lengths))
 
 
-def _table(
-    divisions: Sequence[Division], requirements: Sequence[dict[str, Any]], explanation: str
-) -> str:
-    """What each place divides how, and the requirements."""
+def _rows(divisions: Sequence[Division]) -> list[list[str]]:
+    """What each place divides how."""
     rows = [["place", "tokens", "requests", "their lengths"]]
     for found in divisions:
         told = {_runs(lengths): None for lengths in found.lengths.values()}
         rows.append([found.place, str(found.num_tokens), str(found.num_reqs), " or ".join(told)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [explanation] if explanation else []
-    if divisions:
-        lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    for requirement in requirements:
-        mark = "ok" if requirement["ok"] else "NOT"
-        lines.append(f"{mark:<3} {requirement['name']}: {requirement['detail']}")
-    return "\n".join(lines)
+    return rows
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(__doc__, reproduce))

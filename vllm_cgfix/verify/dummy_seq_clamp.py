@@ -9,17 +9,14 @@ Exit code 0: no fault, and what must hold with the fix holds. 1: otherwise.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from tabulate import tabulate
 
-import vllm_cgfix
-
-from . import cpu, print_outcome
+from . import cpu
+from .report import outcome, requirement, run
 from .v1_runner import LiveRequest, Probe
 
 MAX_MODEL_LEN = 32
@@ -55,18 +52,8 @@ BATCHES: dict[str, tuple[int, dict[str, Any], list[int]]] = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run dummy batches of the importable vLLM, print what was seen, return the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="the result as one line of JSON")
-    options = parser.parse_args(arguments)
-    # vLLM logs to stdout, which is for the result alone.
-    with contextlib.redirect_stdout(sys.stderr):
-        outcome = _observe()
-    return print_outcome(outcome, as_json=options.json)
-
-
-def _observe() -> dict[str, Any]:
+def reproduce() -> dict[str, Any]:
+    """Run dummy batches of the importable vLLM; this process must not have imported it."""
     cpu.use_cpu_platform()
     config = cpu.make_config(max_model_len=MAX_MODEL_LEN)
     with cpu.single_process_group(config):
@@ -82,11 +69,7 @@ def _observe() -> dict[str, Any]:
         and found != _padded([min(length, MAX_MODEL_LEN) for length in stock], len(found))
     ]
     requirements = [
-        {
-            "name": "lengths are those of stock vLLM, at most max_model_len, and 0 after",
-            "ok": not wrong,
-            "detail": "; ".join(wrong),
-        },
+        requirement("lengths are those of stock vLLM, at most max_model_len, and 0 after", wrong),
         {
             "name": "a real step has the length of its request",
             "ok": real == _padded([PROMPT + 1], len(real)),
@@ -101,14 +84,7 @@ def _observe() -> dict[str, Any]:
     ]
     lines = [tabulate(longest.items(), headers=["dummy batch", "longest request"]), ""]
     lines += [f"{'ok ' if r['ok'] else 'NOT'} {r['name']}" for r in requirements]
-    return {
-        "vllm": cpu.vllm_version(),
-        "faults": faults,
-        "requirements": requirements,
-        "observations": {"seq_lens": lengths},
-        "status": {status.fix.id: status.state.value for status in vllm_cgfix.status()},
-        "text": "\n".join(lines),
-    }
+    return outcome(faults, requirements, {"seq_lens": lengths}, "\n".join(lines))
 
 
 def _lengths(probe: Probe, name: str) -> list[int]:
@@ -122,4 +98,4 @@ def _padded(lengths: Sequence[int], size: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(__doc__, reproduce))

@@ -7,18 +7,15 @@ scenarios, how its fault shows in one batch, and what must hold of every batch.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tabulate import tabulate
 
-import vllm_cgfix
-
-from . import cpu, print_outcome
+from . import cpu
+from .report import outcome, requirement, run
 from .v1_runner import ForwardPass, LiveRequest, Probe, as_dict
 
 PADDED_TO = (1, 8, 64)
@@ -248,7 +245,6 @@ def main(
     *,
     scenarios: Sequence[Scenario],
     elsewhere: Callable[[], Sequence[str]] = tuple,
-    arguments: Sequence[str] | None = None,
 ) -> int:
     """Observe idle batches, print what was found, and return the exit code.
 
@@ -259,18 +255,17 @@ def main(
             :data:`COMMON_REQUIREMENTS`.
         scenarios: the kinds of runners, and the idle batches on each.
         elsewhere: finds the fault beyond the V1 runner's idle batches.
-        arguments: of the command line.
     """
-    parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="the result as one line of JSON")
-    options = parser.parse_args(arguments)
-    # vLLM logs to stdout, which is for the result alone.
-    with contextlib.redirect_stdout(sys.stderr):
+
+    def reproduce() -> dict[str, Any]:
+        """Observe with the importable vLLM; this process must not have imported it."""
         cpu.use_cpu_platform()
         batches = [b for scenario in scenarios for b in observe_idle_batches(scenario)]
-        outcome = _judge(batches, fault, requirements)
-        outcome["faults"] += elsewhere()
-    return print_outcome(outcome, as_json=options.json)
+        found = _judge(batches, fault, requirements)
+        found["faults"] += elsewhere()
+        return found
+
+    return run(description, reproduce)
 
 
 def _judge(
@@ -279,18 +274,16 @@ def _judge(
     results = []
     for name, check in {**requirements, **COMMON_REQUIREMENTS}.items():
         wrong = [f"{batch}: {detail}" for batch in batches if (detail := check(batch))]
-        results.append({"name": name, "ok": not wrong, "detail": "; ".join(wrong)})
+        results.append(requirement(name, wrong))
     found = {str(batch): fault(batch) for batch in batches}
     rows = [
         [str(batch), batch.forward.mode, found[str(batch)] or "nothing wrong"] for batch in batches
     ]
     lines = [tabulate(rows, headers=["idle batch", "mode", "found"]), ""]
     lines += [f"{'ok ' if result['ok'] else 'NOT'} {result['name']}" for result in results]
-    return {
-        "vllm": cpu.vllm_version(),
-        "faults": [f"{batch}: {detail}" for batch, detail in found.items() if detail],
-        "requirements": results,
-        "observations": {"idle_batches": [dataclasses.asdict(batch.forward) for batch in batches]},
-        "status": {status.fix.id: status.state.value for status in vllm_cgfix.status()},
-        "text": "\n".join(lines),
-    }
+    return outcome(
+        [f"{batch}: {detail}" for batch, detail in found.items() if detail],
+        results,
+        {"idle_batches": [dataclasses.asdict(batch.forward) for batch in batches]},
+        "\n".join(lines),
+    )

@@ -14,8 +14,6 @@ CPU, also what a runner hands to the capture.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import dataclasses
 import importlib
 import inspect
@@ -26,10 +24,9 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import vllm_cgfix
-
-from . import cpu, print_outcome
+from . import cpu
 from .importers import has_module
+from .report import columns, outcome, requirement, run
 from .v2_capture import (
     COMPLETE,
     MAX_NUM_SEQS,
@@ -42,22 +39,6 @@ from .v2_capture import (
     joined,
     prepare,
 )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Capture with the importable vLLM, print what was seen; 0 without a fault, 1 with one."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="the result as one line of JSON")
-    parser.add_argument(
-        "--breakable",
-        action="store_true",
-        help="capture breakable graphs (from 0.23.0), which need generic attention",
-    )
-    options = parser.parse_args(argv)
-    # The result is alone on stdout, whatever vLLM prints.
-    with contextlib.redirect_stdout(sys.stderr):
-        outcome = reproduce(breakable=options.breakable)
-    return print_outcome(outcome, as_json=options.json)
 
 
 def reproduce(*, breakable: bool = False) -> dict[str, Any]:
@@ -105,20 +86,15 @@ def _outcome(
     explanation: str,
 ) -> dict[str, Any]:
     passes = capture.recorder.passes if capture else []
-    return {
-        "vllm": cpu.vllm_version(),
-        "faults": _faults(passes),
-        "requirements": list(requirements),
-        "observations": {
-            "capture": capture.kind if capture else "none",
-            "explanation": explanation,
-            "importers": capture.importers if capture else [],
-            "not_importable": capture.not_importable if capture else {},
-            "passes": [dataclasses.asdict(found) for found in passes],
-        },
-        "status": {status.fix.id: status.state.value for status in vllm_cgfix.status()},
-        "text": _table(passes, requirements, explanation),
+    observations = {
+        "capture": capture.kind if capture else "none",
+        "explanation": explanation,
+        "importers": capture.importers if capture else [],
+        "not_importable": capture.not_importable if capture else {},
+        "passes": [dataclasses.asdict(found) for found in passes],
     }
+    text = columns(_rows(passes), requirements, explanation)
+    return outcome(_faults(passes), requirements, observations, text)
 
 
 def _faults(passes: Sequence[Pass]) -> list[str]:
@@ -150,10 +126,6 @@ def _requirements(capture: Capture) -> list[dict[str, Any]]:
     ]
 
 
-def _requirement(name: str, wrong: Sequence[str], detail: str) -> dict[str, Any]:
-    return {"name": name, "ok": not wrong, "detail": "; ".join(wrong) or detail}
-
-
 def _every_descriptor(passes: list[Pass], capture: Capture) -> dict[str, Any]:
     """Without this a capture that does nothing would look faultless."""
     layers = set(capture.attention.layers)
@@ -165,7 +137,7 @@ def _every_descriptor(passes: list[Pass], capture: Capture) -> dict[str, Any]:
     wrong += [f"{key} has {n} passes" for key, n in count.items() if n != 2]
     wrong += [f"layers missing in {p}" for p in passes if set(p.operators) != layers]
     managers = sorted({p.manager for p in passes})
-    return _requirement(
+    return requirement(
         "every descriptor is captured in two passes that run every attention layer",
         wrong,
         f"{len(count)} descriptors of {', '.join(managers)}, {len(layers)} layers",
@@ -175,7 +147,7 @@ def _every_descriptor(passes: list[Pass], capture: Capture) -> dict[str, Any]:
 def _raw_metadata(passes: list[Pass]) -> dict[str, Any]:
     """Operators of other kinds (mamba, sparse indexers) read it themselves."""
     complete = sum(p.raw == COMPLETE for p in passes)
-    return _requirement(
+    return requirement(
         "where the forward context has metadata, it has it for every layer",
         [f"{p.raw} in {p}" for p in passes if p.raw not in (NONE, COMPLETE)],
         f"{complete} of {len(passes)} passes have it",
@@ -186,7 +158,7 @@ def _metadata_where_needed(passes: list[Pass]) -> dict[str, Any]:
     full = [p for p in passes if p.mode == "FULL"]
     needed = [p for p in passes if not p.skippable and (p.raw != NONE or p.mode == "FULL")]
     wrong = [f"{p}" for p in needed if set(p.operators.values()) != {METADATA}]
-    return _requirement(
+    return requirement(
         "attention has its metadata in FULL descriptors and in breakable graphs",
         wrong if full else ["no FULL descriptor"],
         f"{len(needed)} passes",
@@ -194,7 +166,7 @@ def _metadata_where_needed(passes: list[Pass]) -> dict[str, Any]:
 
 
 def _nothing_else_changed(passes: list[Pass]) -> dict[str, Any]:
-    return _requirement(
+    return requirement(
         "get_attention_context returns each layer's own layer, KV cache and slot mapping",
         [f"{', '.join(p.differences)} in {p}" for p in passes if p.differences],
         f"{len(passes)} passes",
@@ -210,7 +182,7 @@ def _one_answer(passes: list[Pass]) -> dict[str, Any]:
         if len(answers) != 1:
             wrong.append(f"{joined(answers)} in {found}")
     bindings = {name for p in passes for name in p.seen}
-    return _requirement(
+    return requirement(
         "operators, microbatches and importers of get_attention_context see the same",
         wrong,
         f"{len(bindings)} bindings of the function",
@@ -220,7 +192,7 @@ def _one_answer(passes: list[Pass]) -> dict[str, Any]:
 def _served_afterwards(capture: Capture, after: str) -> dict[str, Any]:
     given = capture.attention.serve()
     wrong = [] if given == {METADATA} else [f"attention is given {joined(given)}"]
-    return _requirement(f"after {after} a batch has its metadata", wrong, METADATA)
+    return requirement(f"after {after} a batch has its metadata", wrong, METADATA)
 
 
 def _parameter(capture: Capture) -> dict[str, Any]:
@@ -229,12 +201,12 @@ def _parameter(capture: Capture) -> dict[str, Any]:
     name = "set_forward_context(skip_attention=True) skips, and only while it is active"
     parameters = inspect.signature(attention.context.set_forward_context).parameters
     if "skip_attention" not in parameters:
-        return _requirement(name, [], "there is no such parameter")
+        return requirement(name, [], "there is no such parameter")
     inside = attention.serve(skip_attention=True)
     after = attention.serve()
     wrong = [] if inside == {NONE} else [f"attention is given {joined(inside)} in it"]
     wrong += [] if after == {METADATA} else [f"attention is given {joined(after)} after it"]
-    return _requirement(name, wrong, "in operators and microbatches")
+    return requirement(name, wrong, "in operators and microbatches")
 
 
 def _served_after_failure(capture: Capture) -> dict[str, Any]:
@@ -247,7 +219,7 @@ def _served_after_failure(capture: Capture) -> dict[str, Any]:
         return _served_afterwards(capture, f"a failure in {failure}")
     finally:
         recorder.fail_in = None
-    return _requirement("a capture can fail", ["it did not reach its first pass"], "")
+    return requirement("a capture can fail", ["it did not reach its first pass"], "")
 
 
 def _nested_capture(capture: Capture) -> dict[str, Any]:
@@ -270,15 +242,15 @@ def _nested_capture(capture: Capture) -> dict[str, Any]:
     with capture.recorder.forgetting():
         possible = capture.run_passes(forward)
     wrong = [] if len(set(given)) <= 1 else [", ".join(given)]
-    return _requirement(
+    return requirement(
         "a capture inside a pass leaves the rest of the pass as it was",
         wrong,
         f"{len(given)} contexts" if possible else "no PIECEWISE descriptors here",
     )
 
 
-def _table(passes: Sequence[Pass], requirements: Sequence[dict[str, Any]], explanation: str) -> str:
-    """What the passes saw, those that saw the same in one row, and the requirements."""
+def _rows(passes: Sequence[Pass]) -> list[list[str]]:
+    """What the passes saw, those that saw the same in one row."""
     sizes: dict[tuple[str, ...], list[str]] = {}
     for found in passes:
         key = (
@@ -293,15 +265,18 @@ def _table(passes: Sequence[Pass], requirements: Sequence[dict[str, Any]], expla
     rows = [["captured by", "descriptors", "pass", "runtime mode", "context has", "attention has"]]
     for (manager, mode, *rest), tokens in sizes.items():
         rows.append([manager, f"{mode} {', '.join(tokens)}", *rest])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [explanation] if explanation else []
-    if passes:
-        lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    for requirement in requirements:
-        mark = "ok" if requirement["ok"] else "NOT"
-        lines.append(f"{mark:<3} {requirement['name']}: {requirement['detail']}")
-    return "\n".join(lines)
+    return rows
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(
+        run(
+            __doc__,
+            reproduce,
+            flags={
+                "breakable": (
+                    "capture breakable graphs (from 0.23.0), which need generic attention"
+                )
+            },
+        )
+    )

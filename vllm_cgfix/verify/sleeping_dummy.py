@@ -11,7 +11,6 @@ workers, a scheduler without requests of its own, and the answers of the other r
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import importlib
@@ -26,7 +25,8 @@ from tabulate import tabulate
 
 import vllm_cgfix
 
-from . import cpu, print_outcome
+from . import cpu
+from .report import outcome, requirement, run
 
 TURNS = 40
 """Turns of the busy loop that are observed: in the 32nd at the latest it asks the other ranks."""
@@ -285,7 +285,7 @@ def check_requirements(phases: Sequence[Phase], *, late: bool) -> list[dict[str,
     """
     awake = [phase for phase in phases if phase.name in (AWAKE, AWAKE_AGAIN)]
     return [
-        _requirement(
+        requirement(
             "while awake every turn without a step of its own has a dummy batch",
             [
                 f"{phase.name}: {len(phase.dummy_batches)} in {phase.turns} turns"
@@ -294,7 +294,7 @@ def check_requirements(phases: Sequence[Phase], *, late: bool) -> list[dict[str,
             ],
             f"{TURNS} turns each",
         ),
-        _requirement(
+        requirement(
             "in every turn, asleep or not, the other ranks are asked whether work is left",
             [
                 f"{phase.name}: {phase.asked} times in {phase.turns} turns"
@@ -303,31 +303,27 @@ def check_requirements(phases: Sequence[Phase], *, late: bool) -> list[dict[str,
             ],
             f"{sum(phase.turns for phase in phases)} turns",
         ),
-        _requirement(
+        requirement(
             "those who are told to sleep come to rest",
             [phase.name for phase in phases if "sleep(" in phase.name and phase.turns == 2 * TURNS],
             "at the next time that all ranks are asked",
         ),
-        _requirement(
+        requirement(
             "the scheduler is resumed when everything is awake",
             [phase.name for phase in awake if phase.paused],
             "" if awake[0].paused is not None else "sleep does not pause it here",
         ),
-        _requirement(
+        requirement(
             "the executor knows what the workers have released",
             [phase.name for phase in phases if phase.asleep != bool(phase.released)],
             "is_sleeping",
         ),
-        _requirement(
+        requirement(
             "the plugin is loaded after the engine's module, as in the engine's process",
             [] if late else ["it was loaded before"],
             "",
         ),
     ]
-
-
-def _requirement(name: str, wrong: Sequence[str], detail: str) -> dict[str, Any]:
-    return {"name": name, "ok": not wrong, "detail": "; ".join(wrong) or detail}
 
 
 def reproduce() -> dict[str, Any]:
@@ -346,14 +342,9 @@ def reproduce() -> dict[str, Any]:
         vllm_cgfix.register()
     phases = observe(Engine(core))
     requirements = check_requirements(phases, late=late)
-    return {
-        "vllm": cpu.vllm_version(),
-        "faults": find_faults(phases),
-        "requirements": requirements,
-        "observations": {"phases": [dataclasses.asdict(phase) for phase in phases]},
-        "status": {status.fix.id: status.state.value for status in vllm_cgfix.status()},
-        "text": _table(phases, requirements),
-    }
+    observations = {"phases": [dataclasses.asdict(phase) for phase in phases]}
+    text = _table(phases, requirements)
+    return outcome(find_faults(phases), requirements, observations, text)
 
 
 def _table(phases: Sequence[Phase], requirements: Sequence[dict[str, Any]]) -> str:
@@ -376,16 +367,5 @@ def _table(phases: Sequence[Phase], requirements: Sequence[dict[str, Any]]) -> s
     return "\n".join([tabulate(rows, headers="keys", tablefmt="github"), *marks])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the reproduction, print what was seen; 0 without a fault, 1 with one."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="the result as one line of JSON")
-    options = parser.parse_args(argv)
-    # The result is alone on stdout, whatever vLLM prints.
-    with contextlib.redirect_stdout(sys.stderr):
-        outcome = reproduce()
-    return print_outcome(outcome, as_json=options.json)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(__doc__, reproduce))
